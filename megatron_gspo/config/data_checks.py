@@ -36,14 +36,19 @@ _OF_OTHER_KEYS = {
 }
 
 
-def check_data(data: DataConfig) -> None:
+def check_data(data: DataConfig, *, scored_by_agents: bool) -> None:
     """Each source has prompts, a verifier that can score them, and a format that keeps the
     question.
+
+    scored_by_agents: whether agents or an environment may give the rewards, so that a verifier
+    needs no reference answers.
     """
     _check_sources(data)
     for name, source in data.by_source.items():
         with _of_source(name):
             _check_source(source)
+            if not scored_by_agents:
+                _check_reference_answers(source)
 
 
 def _check_sources(data: DataConfig) -> None:
@@ -134,6 +139,10 @@ def _check_verifier(data: DataConfig) -> None:
             " package.module:function"
         )
         raise ConfigError("data.verifier", verifier, "is not a verifier", fix)
+
+
+def _check_reference_answers(data: DataConfig) -> None:
+    verifier = data.resolved_verifier
     answer = data.answer_key is not None or data.last_assistant_message == "answer"
     if verifier in VERIFIERS[:2] and not answer and data.task is None:
         fix = "name the field with the reference answer"

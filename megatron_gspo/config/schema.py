@@ -175,7 +175,10 @@ class Config:
         check_environment(self.rollout, self.algorithm, self.data, has_turns=self.agents.is_on)
         check_agents(self.agents, self.rollout, self.algorithm, self.data)
         check_quantization(self.rollout)
-        check_data(self.data)
+        check_data(
+            self.data,
+            scored_by_agents=self.agents.is_on or self.rollout.environment is not None,
+        )
         check_parallel(self.parallel)
         check_global_batch(self.training, self.rollout.sequences)
         check_recompute(self.model)

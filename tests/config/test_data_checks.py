@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.config.building import assert_refused
+from tests.config.building import ENVIRONMENT, assert_refused, build
 
 NO_TASK = ["data.task=null", "data.verifier=null"]
 
@@ -106,3 +106,11 @@ def test_contradictions_are_refused_at_load(
     plain: dict, overrides: list[str], key: str, fix: str
 ) -> None:
     assert_refused(plain, overrides, key, fix)
+
+
+@pytest.mark.parametrize("rewards", ["agents.function=my.py:run", ENVIRONMENT])
+def test_no_reference_answers_where_agents_or_an_environment_give_the_rewards(
+    plain: dict, rewards: str
+) -> None:
+    config = build(plain, *NO_TASK, "data.prompts=x.jsonl", "data.answer_key=null", rewards)
+    assert config.data.answer_key is None
