@@ -160,8 +160,9 @@ def invalid_request(message: str) -> CallError:
 
 def over_limit(message: str) -> CallError:
     """400: a limit of the run is reached. Clients take it for the end of the model's context,
-    which they do not try again."""
-    return CallError(400, _OVER_LIMIT, f"maximum context length: {message}")
+    which they do not try again; LiteLLM knows it by the beginning of OpenAI's message."""
+    message = f"This model's maximum context length is reached: {message}"
+    return CallError(400, _OVER_LIMIT, message)
 
 
 def canonical_json(text: str) -> str:

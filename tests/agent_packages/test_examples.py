@@ -179,6 +179,20 @@ async def test_mini_swe_agent_leaves_out_a_reply_without_a_command(environments:
     assert sample.reward == 0.0
 
 
+@in_event_loop
+async def test_mini_swe_agent_ends_at_a_limit(environments: Path) -> None:
+    """It does not try again, and what it has done until then counts."""
+
+    def writes_again(prompt: str, seed: int) -> str:
+        return call_text(command="echo 42 > answer.txt")
+
+    sample, generator = await played(
+        environments, "mini_swe_agent", writes_again, WRITE, max_calls=2
+    )
+    check_row(sample, generator, calls=2)
+    assert sample.reward == 1.0
+
+
 @pytest.fixture
 def environment_url(environments: Path) -> Iterator[str]:
     """Of the example's server of OpenEnv."""

@@ -271,7 +271,7 @@ async def test_errors_are_final(caplog) -> None:
             await failures(messages=long), (openai, openai, anthropic), strict=True
         ):
             assert isinstance(error, package.BadRequestError)
-            assert "maximum context length" in str(error)
+            assert "This model's maximum context length is " in str(error)
             assert error.response.json()["error"]["code"] == "context_length_exceeded"
         for error, package in zip(
             await failures(model="gpt"), (openai, openai, anthropic), strict=True

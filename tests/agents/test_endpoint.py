@@ -473,7 +473,7 @@ async def test_context_overflow_agent_compacts() -> None:
             "chat/completions", {"model": "policy", "messages": long}
         )
         assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")
-        assert "maximum context length" in answer["error"]["message"]
+        assert "This model's maximum context length is " in answer["error"]["message"]
         await served.message([{"role": "user", "content": "short"}])
         assert [len(texts) for texts in served.trained_texts()] == [1, 1]
 

@@ -503,4 +503,4 @@ def test_a_conversation_ends_at_its_limits() -> None:
     short = replace(TOOL_LIMITS, max_context=10)
     sample = converse(Shell(), lambda prompt, seed: "3", short)
     assert sample.response_length == 0
-    assert "maximum context length: 10 tokens" in sample.metadata[FAILURE]
+    assert "maximum context length is reached: 10 tokens" in sample.metadata[FAILURE]
