@@ -7,8 +7,8 @@ import re
 from random import Random
 
 DEMONSTRATED = 500  # tasks
-WRONG_DIGIT = 0.05
-MISSING_STEP = 0.2  # submits without having written
+WRONG_DIGIT = 0.1
+MISSING_STEP = 0.3  # submits without having written
 
 SUBMIT = "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
 
