@@ -14,10 +14,6 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer
-from megatron.core.transformer.moe.token_dispatcher import (
-    MoEAlltoAllTokenDispatcher,
-    MoETokenDispatcher,
-)
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -31,14 +27,8 @@ from megatron_gspo.mcore.gated_units import SWIGLU, ClampedGLU, GatedUnit
 from megatron_gspo.mcore.lora.adapter import expert_adapters
 from megatron_gspo.mcore.mixers import MIXERS
 from megatron_gspo.mcore.norms import RMSNorm
-from megatron_gspo.mcore.operators import (
-    ExpertWeights,
-    Permutation,
-    gated_experts,
-    masked_entries,
-    permute,
-    unpermute,
-)
+from megatron_gspo.mcore.operators import ExpertWeights, gated_experts
+from megatron_gspo.mcore.token_dispatchers import LastExpertFirst, MoEStaticTokenDispatcher
 from megatron_gspo.models.model_shape import ModelShape
 
 
@@ -49,11 +39,17 @@ class FusedSequentialMLP(SequentialMLP):
     def forward(
         self,
         permuted_local_hidden_states: Tensor,
-        tokens_per_expert: Tensor,
+        tokens_per_expert: Tensor | LastExpertFirst,
         permuted_probs: Tensor,
     ) -> tuple[Tensor, None]:
-        up = [expert.linear_fc1 for expert in self.local_experts]
-        down = [expert.linear_fc2 for expert in self.local_experts]
+        experts = list(self.local_experts)
+        if isinstance(tokens_per_expert, LastExpertFirst):
+            experts.reverse()
+            counts = tokens_per_expert.counts
+        else:
+            counts = tokens_per_expert
+        up = [expert.linear_fc1 for expert in experts]
+        down = [expert.linear_fc2 for expert in experts]
         for linear in up + down:
             _run_pre_hooks(linear)
             if hasattr(linear, "lora"):
@@ -70,9 +66,7 @@ class FusedSequentialMLP(SequentialMLP):
         )
         unit = _unit_of(self.config)
         assert unit is not None
-        output = gated_experts(
-            permuted_local_hidden_states, permuted_probs, tokens_per_expert, weights, unit
-        )
+        output = gated_experts(permuted_local_hidden_states, permuted_probs, counts, weights, unit)
         return output, None
 
 
@@ -81,84 +75,6 @@ def _run_pre_hooks(module: torch.nn.Module) -> None:
     ``overlap_param_gather`` one of them waits for the all-gather of the weights."""
     for hook in module._forward_pre_hooks.values():
         hook(module, ())
-
-
-class MoEStaticTokenDispatcher(MoEAlltoAllTokenDispatcher):
-    """Megatron's dispatcher with a permutation of known size: each token has ``moe_router_topk``
-    experts.
-
-    Megatron's own selects by a mask, for which the host waits twice per pass, and adds up a token's
-    experts in the dtype of the activations.
-    """
-
-    permutation: Permutation | None = None  # between dispatch and combine
-    probs: Tensor | None = None
-    tokens_per_expert: Tensor | None = None
-
-    def dispatch_preprocess(
-        self, hidden_states: Tensor, routing_map: Tensor, probs: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        counts = self.preprocess(routing_map)
-        self.tokens_per_expert = self._maybe_dtoh_and_synchronize("before_permutation_1", counts)
-        self.probs = probs.detach()  # combine_preprocess reads its dtype
-        self.hidden_shape = hidden_states.shape
-        token, expert = masked_entries(routing_map, self.config.moe_router_topk)
-        self.permutation = Permutation.of(token, routing_map.sum(1))
-        copies = permute(hidden_states.reshape(-1, hidden_states.shape[-1]), self.permutation)
-        return copies, probs.reshape(-1).index_select(0, token * probs.shape[1] + expert)
-
-    def combine_postprocess(self, permutated_local_input_tokens: Tensor) -> Tensor:
-        assert self.permutation is not None, "dispatch_preprocess comes first"
-        output = unpermute(permutated_local_input_tokens, self.permutation).view(self.hidden_shape)
-        # Nothing of a finished pass stays.
-        self.permutation = None
-        self.probs = None
-        self.tokens_per_expert = None
-        return output
-
-
-class MoELocalTokenDispatcher(MoEStaticTokenDispatcher):
-    """Megatron's dispatcher for experts that are all on this rank: sorts tokens by expert,
-    without communication.
-    """
-
-    def preprocess(self, routing_map: Tensor) -> Tensor:
-        return routing_map.sum(0)
-
-    def _maybe_dtoh_and_synchronize(
-        self, point: str, tokens_per_expert: Tensor | None = None
-    ) -> Tensor | None:
-        return tokens_per_expert  # no collective needs sizes on the host
-
-    def token_dispatch(
-        self, permutated_local_input_tokens: Tensor, permuted_probs: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        return permutated_local_input_tokens, permuted_probs
-
-    def dispatch_postprocess(
-        self, global_input_tokens: Tensor, global_probs: Tensor
-    ) -> tuple[Tensor, Tensor | None, Tensor]:
-        return global_input_tokens, self.tokens_per_expert, global_probs
-
-    def combine_preprocess(self, hidden_states: Tensor) -> Tensor:
-        return hidden_states
-
-    def token_combine(self, hidden_states: Tensor, *args: object, **kwargs: object) -> Tensor:
-        return hidden_states
-
-
-def _is_static(dispatcher: MoETokenDispatcher) -> bool:
-    """Whether each token has as many experts as any other, and no shared expert runs meanwhile."""
-    config = dispatcher.config
-    return (
-        type(dispatcher) is MoEAlltoAllTokenDispatcher
-        and dispatcher.shared_experts is None
-        and config.moe_expert_capacity_factor is None
-        and not config.moe_permute_fusion
-        and not getattr(config, "moe_router_padding_for_quantization", False)
-        # A graph reads upstream's attributes.
-        and getattr(config, "cuda_graph_impl", "none") in (None, "none")
-    )
 
 
 def use_own_operators(model: torch.nn.Module, shape: ModelShape) -> None:
@@ -177,16 +93,13 @@ def use_own_operators(model: torch.nn.Module, shape: ModelShape) -> None:
             module.__class__ = FusedSequentialMLP
         elif isinstance(module, TransformerLayer) and isinstance(module.mlp, MoELayer):
             _name_as_transformer_engine(module)
-
-
-def use_own_dispatchers(model: torch.nn.Module) -> None:
-    """Replace Megatron's token dispatchers where each token has as many experts as any other. Their
-    scatter-add in the dtype of the activations gives other sums in every pass on a GPU."""
     for module in model.modules():
-        if isinstance(module, MoELayer) and _is_static(module.token_dispatcher):
-            dispatcher = module.token_dispatcher
-            is_local = dispatcher.tp_size == dispatcher.ep_size == 1
-            dispatcher.__class__ = MoELocalTokenDispatcher if is_local else MoEStaticTokenDispatcher
+        if (
+            isinstance(module, MoELayer)
+            and isinstance(module.experts, FusedSequentialMLP)
+            and isinstance(module.token_dispatcher, MoEStaticTokenDispatcher)
+        ):
+            module.token_dispatcher.give_last_first()
 
 
 def _name_as_transformer_engine(layer: TransformerLayer) -> None:

@@ -12,13 +12,13 @@ from megatron_gspo.mcore.expert_bias import set_up_expert_bias
 from megatron_gspo.mcore.layers import (
     block_spec,
     transformer_engine_available,
-    use_own_dispatchers,
     use_own_operators,
 )
 from megatron_gspo.mcore.megatron_options import MegatronOptions, construct, rejections
 from megatron_gspo.mcore.mixers import mixer_options, mixers_of
 from megatron_gspo.mcore.process_groups import ProcessGroups
 from megatron_gspo.mcore.routing_replay.router_hooks import attach_router_hooks
+from megatron_gspo.mcore.token_dispatchers import use_own_dispatchers
 from megatron_gspo.mcore.value_head import ValueHead
 from megatron_gspo.models.model_shape import ModelShape, padded_vocab_size
 from megatron_gspo.patches import expert_gradients

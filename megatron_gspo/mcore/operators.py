@@ -143,7 +143,7 @@ class _UnpadRows(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class Permutation:
-    """Copies of rows in another order, as tokens sorted by expert.
+    """Copies of rows in another order.
 
     source: [copies], the row that each copy is of. The copies of row i are ``order[first[i] :
     first[i + 1]]``.
@@ -174,11 +174,6 @@ def permute(x: Tensor, permutation: Permutation) -> Tensor:
     return _Permute.apply(x, permutation)
 
 
-def unpermute(x: Tensor, permutation: Permutation) -> Tensor:
-    """``permutation.sum`` with a gradient."""
-    return _Unpermute.apply(x, permutation)
-
-
 class _PermutationContext(AutogradContext, Protocol):
     permutation: Permutation
 
@@ -193,30 +188,6 @@ class _Permute(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: _PermutationContext, grad: Tensor) -> tuple[Tensor, None]:
         return ctx.permutation.sum(grad.contiguous()), None
-
-
-class _Unpermute(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: _PermutationContext, x: Tensor, permutation: Permutation) -> Tensor:
-        ctx.permutation = permutation
-        return permutation.sum(x)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: _PermutationContext, grad: Tensor) -> tuple[Tensor, None]:
-        return ctx.permutation.copy(grad), None
-
-
-def masked_entries(mask: Tensor, per_row: int) -> tuple[Tensor, Tensor]:
-    """Row and column of each true entry of ``mask`` [n, m], sorted by column, then row; two of [n *
-    per_row], int64.
-
-    ``per_row`` entries of each row are true. So their number is known on the host, which doesn't
-    wait for the device.
-    """
-    by_column = mask.t().contiguous()
-    column, row = torch.nonzero_static(by_column, size=mask.shape[0] * per_row).unbind(1)
-    return row, column
 
 
 @dataclass(frozen=True)
