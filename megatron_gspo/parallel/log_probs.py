@@ -1,7 +1,8 @@
 """Log-probabilities and entropy of tokens from hidden states and a vocabulary-parallel output
 weight.
 
-For logits ``x = hidden @ weight.T / temperature`` of one token, over the true vocabulary:
+For logits ``x = hidden @ weight.T / temperature`` of one token, over the true vocabulary, and any
+number of labels of it:
 
     log_prob = x_label - logsumexp(x)            d log_prob / d x_j = [j = label] - p_j
     entropy  = -sum_j p_j log p_j                d entropy  / d x_j = -p_j (log p_j + entropy)
@@ -82,22 +83,23 @@ def log_probs_from_hidden(
     sequence_parallel: bool = False,
     scored: ScoredRows | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Log-probability of ``labels`` and, on request, the entropy of each position's distribution,
+    """Log-probabilities of ``labels`` and, on request, the entropy of each position's distribution,
     in nats.
 
     Args:
         hidden: [T, h]; with ``sequence_parallel`` this rank's rows [T / tp, h], gathered in the
             forward and again in the backward.
         weight: [V / tp, h], this tensor-parallel rank's rows.
-        labels: [T] integers, global ids in [0, vocab_size), equal on all ranks.
+        labels: [T] integers, or [T, K] for K ids of each position, which may repeat: global ids in
+            [0, vocab_size), equal on all ranks.
         options: temperature, true vocabulary size, entropy, memory budget.
         scored: the positions to work on, on hidden's device and for the rank's place in tp_group.
             At all others the results are 0, and hidden and labels are not read. None: all
             positions.
 
     Returns:
-        (log_probs [T], entropy [T] | None), float32 (float64 for float64 inputs), equal on all
-        ranks of tp_group. bfloat16 inputs are multiplied into float32. Both are differentiable, and
+        (log_probs of labels' shape, entropy [T] | None), float32 (float64 for float64 inputs),
+        equal on all ranks of tp_group. bfloat16 inputs are multiplied into float32. Both are differentiable, and
         the gradients are complete: hidden's is summed over tp_group (and scattered under
         sequence_parallel). All ranks of tp_group must use the results in the same way, because each
         computes its part from its own incoming gradients.
@@ -125,8 +127,13 @@ def log_probs_from_hidden(
 
 
 def _at_positions(positions: Tensor, count: int, values: Tensor) -> Tensor:
-    """``values`` at ``positions`` among ``count``, 0 elsewhere; differentiable."""
-    return values.new_zeros(count).index_copy(0, positions, values)
+    """``values`` [n, ...] at ``positions`` among ``count``, 0 elsewhere; differentiable."""
+    return values.new_zeros(count, *values.shape[1:]).index_copy(0, positions, values)
+
+
+def _columns(values: Tensor) -> Tensor:
+    """[T, K] of labels or their values [T, K], or [T], which is K = 1."""
+    return values if values.dim() == 2 else values[:, None]
 
 
 @dataclass(frozen=True)
@@ -186,9 +193,10 @@ def _check_shapes(hidden: Tensor, weight: Tensor, labels: Tensor, options: _Reso
         )
     tp_size = group_size(options.tp_group)
     tokens = hidden.shape[0] * (tp_size if options.sequence_parallel else 1)
-    if labels.shape != (tokens,):
+    if labels.dim() not in (1, 2) or len(labels) != tokens:
         raise ValueError(
-            f"labels {tuple(labels.shape)} must be [{tokens}]: one per token of all ranks"
+            f"labels {tuple(labels.shape)} must be [{tokens}] or [{tokens}, K]: one or K per token"
+            " of all ranks"
         )
     if not options.temperature > 0.0:
         raise ValueError(
@@ -202,7 +210,7 @@ def _check_shapes(hidden: Tensor, weight: Tensor, labels: Tensor, options: _Reso
 
 
 def _check_labels(labels: Tensor, vocab_size: int) -> None:
-    if labels.device.type == "cpu" and len(labels):
+    if labels.device.type == "cpu" and labels.numel():
         low = int(labels.min())
         high = int(labels.max())
         if low < 0 or high >= vocab_size:
@@ -240,21 +248,24 @@ def _forward(
     differentiable: bool,
 ) -> tuple[Tensor, Tensor | None, _Saved | None]:
     """hidden: `_local_rows`; labels: of the scored positions."""
+    of_position = _columns(labels)
     tiling = _tiling(hidden, weight, labels.shape[0], options, differentiable)
     all_hidden = _all_hidden(hidden, weight, scored, tiling, options)
-    local = local_statistics(all_hidden, weight, labels, tiling, options.with_entropy)
-    of_ranks = gather_rows(local.packed()[None], options.tp_group)  # [tp, 3 or 4, T]
+    local = local_statistics(all_hidden, weight, of_position, tiling, options.with_entropy)
+    # [tp, 2 + K or 3 + K, T]
+    of_ranks = gather_rows(local.packed()[None], options.tp_group)
     maxima = of_ranks[:, 0]
     totals = of_ranks[:, 1]
+    label_logits = of_ranks[:, 2 : 2 + of_position.shape[1]].sum(0).t()
     maximum = maxima.amax(0)
     shift = maxima - maximum
     factor = shift.exp()
     total = (totals * factor).sum(0)
     log_total = total.log()
-    log_probs = of_ranks[:, 2].sum(0) - maximum - log_total
+    log_probs = (label_logits - maximum[:, None] - log_total[:, None]).view(labels.shape)
     entropy = None
     if options.with_entropy:
-        moments = of_ranks[:, 3] + totals * shift
+        moments = of_ranks[:, -1] + totals * shift
         entropy = log_total - (moments * factor).sum(0) / total
     if not differentiable:
         return log_probs, entropy, None
@@ -326,12 +337,14 @@ class _LogProbs(torch.autograd.Function):
         scored = ctx.scored
         options = ctx.options
         tiling = _tiling(hidden, weight, labels.shape[0], options, differentiable=True)
-        factors = _row_factors(grad_log_probs, grad_entropy, entropy, saved, tiling.scale)
+        if grad_log_probs is None:
+            grad_log_probs = labels.new_zeros(labels.shape, dtype=tiling.dtype)
+        factors = _row_factors(_columns(grad_log_probs), grad_entropy, entropy, saved, tiling.scale)
         all_hidden = _all_hidden(hidden, weight, scored, tiling, options)
         grad_hidden, grad_weight = local_gradients(
             all_hidden,
             weight,
-            labels,
+            _columns(labels),
             saved.kept,
             factors,
             tiling,
@@ -345,7 +358,7 @@ class _LogProbs(torch.autograd.Function):
 
 
 def _row_factors(
-    grad_log_probs: Tensor | None,
+    grad_log_probs: Tensor,
     grad_entropy: Tensor | None,
     entropy: Tensor | None,
     saved: _Saved,
@@ -353,13 +366,10 @@ def _row_factors(
 ) -> RowFactors:
     """The gradient of a token's logits as factors of p_j.
 
-    With log p_j = (x_j - maximum) - log total: d loss / d x_j = -p_j (grad_log_prob + grad_entropy
-    (log p_j + entropy)) + [j = label] grad_log_prob.
+    With log p_j = (x_j - maximum) - log total: d loss / d x_j = -p_j (sum_k grad_log_prob_k +
+    grad_entropy (log p_j + entropy)) + sum_k [j = label_k] grad_log_prob_k.
     """
-    constant = (
-        torch.zeros_like(saved.log_total) if grad_log_probs is None else grad_log_probs * -scale
-    )
-    label = None if grad_log_probs is None else grad_log_probs * scale
+    constant = grad_log_probs.sum(1) * -scale
     if grad_entropy is None or entropy is None:
         slope = None
     else:
@@ -371,5 +381,5 @@ def _row_factors(
         tile_probabilities=saved.tile_probabilities,
         slope=slope,
         constant=constant,
-        label=label,
+        label=grad_log_probs * scale,
     )

@@ -34,8 +34,8 @@ class Tiling:
 
 @dataclass(frozen=True)
 class RowFactors:
-    """Per token [T]: d loss / d x_j = p_j * (slope * (x_j - m) + constant) + [j = label] *
-    label.
+    """Per token [T]: d loss / d x_j = p_j * (slope * (x_j - m) + constant) + sum_k [j = label_k] *
+    label_k.
     """
 
     maximum: Tensor  # m
@@ -44,7 +44,7 @@ class RowFactors:
     tile_probabilities: Tensor
     slope: Tensor | None  # None: no gradient comes through the entropy
     constant: Tensor
-    label: Tensor | None  # None: no gradient comes through the log-probabilities
+    label: Tensor  # [T, K]
 
     def cut(self, start: int, end: int) -> "RowFactors":
         """Those of tokens [start, end), as columns [t, 1]; tile_probabilities as [tiles, t, 1]."""
@@ -54,15 +54,14 @@ class RowFactors:
             tile_probabilities=self.tile_probabilities[:, start:end, None],
             slope=None if self.slope is None else self.slope[start:end, None],
             constant=self.constant[start:end, None],
-            label=None if self.label is None else self.label[start:end, None],
+            label=self.label[start:end],
         )
 
     def packed(self) -> Tensor:
-        """[5, T]: m, log_total, slope, constant and label; 0 in place of None."""
-        nothing = torch.zeros_like(self.maximum)
-        slope = nothing if self.slope is None else self.slope
-        label = nothing if self.label is None else self.label
-        return torch.stack((self.maximum, self.log_total, slope, self.constant, label))
+        """[4 + K, T]: m, log_total, slope (0 in place of None), constant and the labels'."""
+        slope = torch.zeros_like(self.maximum) if self.slope is None else self.slope
+        rows = torch.stack((self.maximum, self.log_total, slope, self.constant))
+        return torch.cat((rows, self.label.t()))
 
 
 def tile_elements(tokens: int, vocabulary: int, width: int) -> int:
@@ -106,22 +105,22 @@ class LocalStatistics:
 
     maximum: Tensor  # m
     total: Tensor  # sum exp(x - m)
-    label: Tensor  # the label's logit, 0 where another rank has the label
+    label: Tensor  # [T, K], the labels' logits, 0 where another rank has the label
     moment: Tensor | None  # sum exp(x - m)(x - m), for the entropy
     tile_maxima: Tensor  # [tiles, T], of each tile of the vocabulary
     tile_totals: Tensor  # [tiles, T]: sum exp(x - tile's maximum)
     kept: Tensor | None  # the logits, tile after tile
 
     def packed(self) -> Tensor:
-        """[3 or 4, T]: maximum, total, label and the moment, if there is one."""
-        rows = (self.maximum, self.total, self.label, self.moment)
-        return torch.stack([row for row in rows if row is not None])
+        """[2 + K or 3 + K, T]: maximum, total, the labels and the moment, if there is one."""
+        rows = torch.cat((torch.stack((self.maximum, self.total)), self.label.t()))
+        return rows if self.moment is None else torch.cat((rows, self.moment[None]))
 
 
 def local_statistics(
     hidden: Tensor, weight: Tensor, labels: Tensor, tiling: Tiling, with_entropy: bool
 ) -> LocalStatistics:
-    """Per-token statistics over this rank's rows. hidden: [T, h] from ``operand``.
+    """Per-token statistics over this rank's rows. hidden: [T, h] from ``operand``; labels: [T, K].
 
     The softmax of a tile also gives its sum: its largest entry is exp(0) / sum. One fused pass is
     cheaper than exponentials and their sum, and the tiles need no running maximum.
@@ -133,7 +132,7 @@ def local_statistics(
         (3 if with_entropy else 2, max(1, len(spans)), tokens), dtype=tiling.dtype
     )
     tiles[0].fill_(torch.finfo(tiling.dtype).min)
-    label = hidden.new_zeros((tokens, 1), dtype=tiling.dtype)
+    label = hidden.new_zeros(labels.shape, dtype=tiling.dtype)
     kept = (
         hidden.new_empty(tokens * tiling.rows, dtype=tiling.dtype) if tiling.keep_logits else None
     )
@@ -158,9 +157,7 @@ def local_statistics(
     shift = tiles[0] - maximum
     weights = tiles[1] * shift.exp()
     moment = (weights * shift.add_(tiles[2])).sum(0) if with_entropy else None
-    return LocalStatistics(
-        maximum, weights.sum(0), label.squeeze(1), moment, tiles[0], tiles[1], kept
-    )
+    return LocalStatistics(maximum, weights.sum(0), label, moment, tiles[0], tiles[1], kept)
 
 
 def local_gradients(
@@ -176,7 +173,7 @@ def local_gradients(
     dtype.
 
     Both are summed in tiling.dtype; one that is not needed is None. hidden: [T, h] from
-    ``operand``; kept: the logits of the forward, or None.
+    ``operand``; labels: [T, K]; kept: the logits of the forward, or None.
     """
     tokens = hidden.shape[0]
     grad_hidden = hidden.new_zeros(hidden.shape, dtype=tiling.dtype) if needed[0] else None
@@ -295,7 +292,7 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor, *, first: bool = False) ->
 
 @dataclass(frozen=True)
 class _LabelPositions:
-    """Position of each label, [T, 1] each: its tile of the vocabulary (-1 if another rank has it)
+    """Position of each label, [T, K] each: its tile of the vocabulary (-1 if another rank has it)
     and the column in the tile; ``width`` of a tile."""
 
     tile: Tensor
@@ -307,7 +304,7 @@ class _LabelPositions:
         return _LabelPositions(self.tile[start:end], self.column[start:end], self.width)
 
     def in_tile(self, i: int, count: int) -> tuple[Tensor, Tensor]:
-        """A column [T, 1] that is valid in tile ``i`` of ``count`` ids, and whether the label
+        """Columns [T, K] that are valid in tile ``i`` of ``count`` ids, and whether each label
         is in that tile.
         """
         column = self.column
@@ -317,7 +314,7 @@ class _LabelPositions:
 
 
 def _label_positions(labels: Tensor, tiling: Tiling) -> _LabelPositions:
-    local_row = labels[:, None] - tiling.first
+    local_row = labels - tiling.first
     width = tiling.tile[1]
     is_here = (local_row >= 0) & (local_row < tiling.rows)
     tile = torch.where(is_here, local_row.div(width, rounding_mode="floor"), -1)
@@ -354,10 +351,7 @@ def _grad_logits(
     else:
         grad = torch.sub(logits, factors.maximum, out=scratch[0])
         grad.mul_(factors.slope * probability).add_(factors.constant * probability).mul_(softmax)
-    if factors.label is not None:
-        column, inside = position
-        own = grad.gather(1, column)
-        # Assigned, not added: one column a row needs no sum, and CUDA's scatter_add_ is not
-        # deterministic.
-        grad.scatter_(1, column, torch.where(inside, own + factors.label, own))
-    return grad
+    column, inside = position
+    # Labels of other tiles add 0 somewhere: the order of CUDA's sum has no effect unless an id is
+    # a label of its token more than once.
+    return grad.scatter_add_(1, column, torch.where(inside, factors.label, 0))

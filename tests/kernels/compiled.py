@@ -84,6 +84,7 @@ BUILDS = {
             "first": "i32",
             "width": "i32",
             "factors_stride": "i32",
+            "label_count": "i32",
         },
         {"COLUMNS": logit_gradient.COLUMNS},
         aligned=("width",),

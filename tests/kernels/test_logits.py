@@ -61,41 +61,45 @@ def test_what_is_not_a_number_is_in_the_statistics():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("rows, width", SHAPES)
 def test_gradient(rows, width, dtype):
-    """The columns are those from 11 on; labels are before, in and behind them."""
+    """The columns are those from 11 on; labels are before, in and behind them, and may repeat."""
     first = 11
     logits = SCALE * draw(rows, width, seed=0)
-    labels = torch.tensor([first + width // 2, 3, first + width, first, 2 * width + first])[:rows]
+    columns = torch.tensor([width // 2, 3 - first, width, 0, 2 * width])[:rows]
+    labels = first + torch.stack((columns, columns, torch.full_like(columns, width - 1)), dim=1)
     maximum = logits.amax(1)
     log_total = (logits - maximum[:, None]).logsumexp(1)
-    slope, constant, of_label = draw(3, rows, seed=1)
-    factors = torch.stack((maximum, log_total, slope, constant, of_label))
+    slope, constant, *of_labels = draw(5, rows, seed=1)
+    factors = torch.stack((maximum, log_total, slope, constant, *of_labels))
     difference = logits.double() - maximum.double()[:, None]
     expected = (difference - log_total.double()[:, None]).exp()
     expected *= slope.double()[:, None] * difference + constant.double()[:, None]
-    for row, label in enumerate((labels - first).tolist()):
-        if 0 <= label < width:
-            expected[row, label] += of_label[row].double()
-    wide = torch.full((5, rows + 3), math.nan)
+    for row, row_columns in enumerate((labels - first).tolist()):
+        for of_label, column in zip(of_labels, row_columns, strict=True):
+            if 0 <= column < width:
+                expected[row, column] += of_label[row].double()
+    wide = torch.full((len(factors), rows + 3), math.nan)
     wide[:, 2 : 2 + rows] = factors
     actual = logit_gradient(logits, labels, first, wide[:, 2 : 2 + rows], dtype)
     assert actual.dtype == dtype
     assert_near(actual, expected, dtype)
 
 
+@pytest.mark.parametrize("count", [(), (5,)])
 @pytest.mark.parametrize("kept", [True, False])
-def test_the_head_with_kernels_is_the_head_without(monkeypatch, kept):
+def test_the_head_with_kernels_is_the_head_without(monkeypatch, kept, count):
     """Values and gradients of log-probs and entropies, in tiles and with a temperature."""
     hidden = draw(13, 16, seed=0)
     weight = draw(70, 16, seed=1)
-    labels = torch.randint(67, (13,), generator=torch.Generator().manual_seed(2))
+    labels = torch.randint(67, (13, *count), generator=torch.Generator().manual_seed(2))
     budget = 2**20 if kept else 2**12
     options = LogProbOptions(0.7, vocab_size=67, with_entropy=True, chunk_bytes=budget)
-    factors = draw(2, 13, seed=3)
+    of_log_probs = draw(13, *count, seed=3)
+    of_entropy = draw(13, seed=4)
 
     def run() -> list[Tensor]:
         leaves = [tensor.clone().requires_grad_() for tensor in (hidden, weight)]
         log_probs, entropy = log_probs_from_hidden(*leaves, labels, options)
-        loss = (factors[0] * log_probs).sum() + (factors[1] * entropy).sum()
+        loss = (of_log_probs * log_probs).sum() + (of_entropy * entropy).sum()
         return [log_probs, entropy, *torch.autograd.grad(loss, leaves)]
 
     composite = run()
@@ -107,7 +111,7 @@ def test_the_head_with_kernels_is_the_head_without(monkeypatch, kept):
 def test_no_rows():
     statistics = torch.empty(2, 0)
     logit_statistics(torch.empty(0, 5), statistics)
-    labels = torch.empty(0, dtype=torch.int64)
+    labels = torch.empty(0, 1, dtype=torch.int64)
     gradient = logit_gradient(torch.empty(0, 5), labels, 0, torch.empty(5, 0), torch.bfloat16)
     assert gradient.shape == (0, 5)
 
@@ -115,6 +119,6 @@ def test_no_rows():
 def test_shapes_of_the_operators():
     logits = draw(3, 8, seed=0)
     check_operator(logit_statistics, (logits, torch.zeros(3, 3)))
-    labels = torch.tensor([0, 9, 3])
-    arguments = (logits, labels, 2, draw(5, 3, seed=1), torch.bfloat16)
+    labels = torch.tensor([[0, 4], [9, 2], [3, 3]])
+    arguments = (logits, labels, 2, draw(6, 3, seed=1), torch.bfloat16)
     check_operator(logit_gradient, arguments)

@@ -20,18 +20,24 @@ MANY_TILES = 2_000
 DEFAULT = None
 
 
-def inputs(tokens, vocabulary, width, *, padded=None, dtype=torch.float32, seed=0, size=1.0):
+def inputs(
+    tokens, vocabulary, width, *, padded=None, dtype=torch.float32, seed=0, size=1.0, count=()
+):
     """hidden, weight, labels, gradients of both results.
 
-    Padding rows are large, so that a leak shows.
+    Padding rows are large, so that a leak shows. count: of labels of a token, of which the first
+    two are equal.
     """
     generator = torch.Generator().manual_seed(seed)
     hidden = torch.randn(tokens, width, generator=generator) * size
     weight = torch.randn(padded or vocabulary, width, generator=generator)
     weight[vocabulary:] = 7.0
-    labels = torch.randint(0, vocabulary, (tokens,), generator=generator)
-    grads = torch.randn(2, tokens, generator=generator)
-    return hidden.to(dtype), weight.to(dtype), labels, grads[0], grads[1]
+    labels = torch.randint(0, vocabulary, (tokens, *count), generator=generator)
+    if count:
+        labels[:, 1] = labels[:, 0]
+    grad_entropy = torch.randn(tokens, generator=generator)
+    grad_log_probs = torch.randn(tokens, *count, generator=generator)
+    return hidden.to(dtype), weight.to(dtype), labels, grad_log_probs, grad_entropy
 
 
 def reference(
@@ -41,7 +47,7 @@ def reference(
     hidden, weight = (x.detach().double().requires_grad_() for x in (hidden, weight))
     logits = hidden @ weight[:vocab_size].T / temperature
     all_log_probs = logits.log_softmax(-1)
-    log_probs = all_log_probs.gather(1, labels[:, None]).squeeze(1)
+    log_probs = all_log_probs.gather(1, labels.view(len(labels), -1)).view(labels.shape)
     entropy = -(all_log_probs.exp() * all_log_probs).sum(-1)
     loss = (log_probs * grad_log_probs).sum()
     if grad_entropy is not None:
@@ -86,8 +92,9 @@ def test_worked_case():
 @pytest.mark.parametrize("chunk_bytes", [ONE_TILE, MANY_TILES, DEFAULT])
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 @pytest.mark.parametrize("padded", [None, 128])
-def test_matches_log_softmax(chunk_bytes, temperature, padded):
-    case = inputs(37, 101, 12, padded=padded)
+@pytest.mark.parametrize("count", [(), (6,), (101,)])
+def test_matches_log_softmax(chunk_bytes, temperature, padded, count):
+    case = inputs(37, 101, 12, padded=padded, count=count)
     options = {"temperature": temperature, "vocab_size": 101}
     actual = ours(*case, **options, chunk_bytes=chunk_bytes)
     assert_same(actual, reference(*case, **options))
@@ -226,11 +233,12 @@ def peak_bytes(call):
     return peak
 
 
+@pytest.mark.parametrize("count", [(), (32,)])
 @pytest.mark.parametrize(("tokens", "vocabulary"), [(1024, 16_384), (512, 151_936)])
-def test_peak_memory(tokens, vocabulary):
+def test_peak_memory(tokens, vocabulary, count):
     """Log-prob and entropy, with both inputs' gradients; unit: one float32 [tokens, vocabulary]."""
     width = 64
-    hidden, weight, labels, *_ = inputs(tokens, vocabulary, width)
+    hidden, weight, labels, *_ = inputs(tokens, vocabulary, width, count=count)
     hidden.requires_grad_(), weight.requires_grad_()
 
     def train():
@@ -289,8 +297,8 @@ def _check_tensor_parallel(rank, world_size):
                     (torch.bfloat16, 2e-5, 2**-8),
                 ):
                     # Of 120 rows: none padded, some, all rows of two ranks.
-                    for vocabulary in (120, 85, 25):
-                        case = inputs(36, vocabulary, 12, padded=120, dtype=dtype)
+                    for vocabulary, count in itertools.product((120, 85, 25), ((), (5,))):
+                        case = inputs(36, vocabulary, 12, padded=120, dtype=dtype, count=count)
                         options = {"temperature": 0.8, "vocab_size": vocabulary}
                         actual = _call_on_shard(
                             case,
@@ -307,7 +315,7 @@ def _check_tensor_parallel(rank, world_size):
 
 
 def test_tensor_parallel_matches_log_softmax():
-    assert run_distributed(_check_tensor_parallel, 4) == [72] * 4
+    assert run_distributed(_check_tensor_parallel, 4) == [144] * 4
 
 
 def _check_label_owner(rank, world_size):

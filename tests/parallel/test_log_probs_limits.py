@@ -32,11 +32,11 @@ LABEL_WORDS = "give masked positions label 0"
         ),
         (
             {"labels": torch.zeros(19, dtype=torch.int64)},
-            "labels (19,) must be [20]: one per token of all ranks",
+            "labels (19,) must be [20] or [20, K]: one or K per token of all ranks",
         ),
         (
-            {"labels": torch.zeros(20, 1, dtype=torch.int64)},
-            "labels (20, 1) must be [20]: one per token of all ranks",
+            {"labels": torch.zeros(20, 1, 1, dtype=torch.int64)},
+            "labels (20, 1, 1) must be [20] or [20, K]: one or K per token of all ranks",
         ),
         (
             {"weight": torch.zeros(60, 9)},

@@ -63,17 +63,21 @@ def expected_of(case, mask, **options):
     with 0 elsewhere.
     """
     hidden, weight, labels, *grads = case
+    mask_of_labels = mask.view(len(mask), *[1] * (labels.dim() - 1))
     log_probs, entropy, *gradients = reference(
-        hidden, weight, labels, *(grad * mask for grad in grads), **options
+        hidden, weight, labels, grads[0] * mask_of_labels, grads[1] * mask, **options
     )
-    return log_probs * mask, entropy * mask, *gradients
+    return log_probs * mask_of_labels, entropy * mask, *gradients
 
 
 @pytest.mark.parametrize("chunk_bytes", [ONE_TILE, MANY_TILES])
 @pytest.mark.parametrize("name", MASKS)
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
-def test_scored_positions_have_their_log_probs_and_the_others_nothing(name, chunk_bytes, dtype):
-    case = inputs(TOKENS, 101, 12, padded=128)
+@pytest.mark.parametrize("count", [(), (4,)])
+def test_scored_positions_have_their_log_probs_and_the_others_nothing(
+    name, chunk_bytes, dtype, count
+):
+    case = inputs(TOKENS, 101, 12, padded=128, count=count)
     mask = MASKS[name]
     options = {"temperature": 0.6, "vocab_size": 101}
     hidden, weight, labels, *grads = case
@@ -130,8 +134,12 @@ def _on_shards(rank, world_size):
     group = dist.group.WORLD
     cases = 0
     for (name, mask), sequence_parallel in itertools.product(MASKS.items(), (False, True)):
-        for dtype, values, grads in ((torch.float32, 1e-5, 1e-5), (torch.bfloat16, 2e-5, 2**-8)):
-            case = inputs(TOKENS, 85, 12, padded=120, dtype=dtype)
+        for dtype, values, grads, count in (
+            (torch.float32, 1e-5, 1e-5, ()),
+            (torch.bfloat16, 2e-5, 2**-8, ()),
+            (torch.float32, 1e-5, 1e-5, (4,)),
+        ):
+            case = inputs(TOKENS, 85, 12, padded=120, dtype=dtype, count=count)
             hidden, weight, labels, *gradients = case
             rank_and_size = (rank, world_size) if sequence_parallel else (0, 1)
             hidden = hidden.chunk(world_size)[rank] if sequence_parallel else hidden
@@ -174,7 +182,7 @@ def _on_shards(rank, world_size):
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_tensor_parallel_ranks_score_the_same_positions(size):
-    assert run_distributed(_on_shards, size) == [4 * len(MASKS)] * size
+    assert run_distributed(_on_shards, size) == [6 * len(MASKS)] * size
 
 
 def test_everything_goes_to_the_device_of_the_rows():

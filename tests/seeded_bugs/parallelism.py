@@ -56,10 +56,10 @@ PARALLELISM = (
     SeededBug(
         name="log-probs: no gradient on shards that don't own the label",
         file="megatron_gspo/parallel/log_probs.py",
-        before="_row_factors(grad_log_probs, ",
+        before="_row_factors(_columns(grad_log_probs), ",
         after=(
-            "_row_factors(grad_log_probs * ((labels >= tiling.first) & (labels < tiling.first +"
-            " tiling.rows)), "
+            "_row_factors(_columns(grad_log_probs * ((labels >= tiling.first) & (labels <"
+            " tiling.first + tiling.rows))), "
         ),
         test="tests/parallel/test_log_probs.py::test_tensor_parallel_matches_log_softmax",
     ),

@@ -70,7 +70,7 @@ def test_kernels_over_rows_are_called_as_on_a_gpu() -> None:
         assert saved_bytes(gpu, before) == 16 * (2 * 32 * 2 + 64 * 2 + 4)
         assert [x.shape for x in gradients] == [out.shape, hidden.shape, probs.shape]
         logits = torch.randn(16, 64, device="cuda")
-        labels = torch.zeros(16, dtype=torch.int64, device="cuda")
+        labels = torch.zeros(16, 1, dtype=torch.int64, device="cuda")
         statistics = torch.empty(3, 16, device="cuda")
         factors = torch.empty(5, 16, device="cuda")
         before = gpu.memory.total
