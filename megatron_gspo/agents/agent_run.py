@@ -338,18 +338,23 @@ class AgentRun:
         self, known: Node, messages: tuple[Message, ...], new: tuple[Message, ...], call: Call
     ) -> tuple[np.ndarray, BreakCause | None]:
         """The prompt behind the tokens of `known`, or a new one and why."""
-        cause: BreakCause = "tools"
+        tokens = known.tokens
+        extended: np.ndarray | BreakCause = "tools"
         if known.tools == call.tools:
-            tokens = known.tokens
-            length = len(tokens) - len(known.reply.tokens)
+            reply_start = len(tokens) - len(known.reply.tokens)
             extended = self._rendering.extend(
-                tokens[:length], tokens[length:], known.messages, new, call.tools
+                tokens[:reply_start], tokens[reply_start:], known.messages, new, call.tools
             )
-            is_rewritten = any(message.role == "assistant" for message in new)
-            if isinstance(extended, np.ndarray):
-                return extended, "history" if is_rewritten else None
-            cause = "history" if is_rewritten else extended
-        return self._rendering.render(messages, call.tools), cause
+        cause: BreakCause | None = None
+        if isinstance(extended, np.ndarray):
+            prompt = extended
+        else:
+            prompt = self._rendering.render(messages, call.tools)
+            if not np.array_equal(prompt[: len(tokens)], tokens):
+                cause = extended
+        if cause != "tools" and any(message.role == "assistant" for message in new):
+            cause = "history"
+        return prompt, cause
 
     def _lost_reply(self, prompt: np.ndarray, wanted: CallLimits) -> Draw | None:
         """The last delivered draw of an equal call that nothing continues and whose connection is
