@@ -3,8 +3,8 @@
     prepare -> begin -> reply -> deliver, or abandon if the client has gone meanwhile
 
 A draw goes on when its client has gone, so that time-outs of clients do not prefer short replies:
-an equal call adopts it. Everything here runs in one event loop; rendering and parsing run in a
-thread.
+an equal call adopts it. Everything here runs in one event loop, rendering and parsing too: they
+take less time than the way to a thread and back.
 """
 
 from __future__ import annotations
@@ -15,10 +15,8 @@ import math
 import numbers
 import secrets
 import time
-from collections.abc import Callable
-from concurrent.futures import Executor
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -36,10 +34,8 @@ from megatron_gspo.agents.generation import CallLimits, Generation, Generator, c
 from megatron_gspo.agents.rendering import Rendering
 from megatron_gspo.agents.reply_parsing import ParsedReply
 from megatron_gspo.agents.run_clock import RunClock
-from megatron_gspo.agents.session_tree import BreakCause, Node, SessionTree, prompt_digest
+from megatron_gspo.agents.session_tree import BreakCause, Node, SessionTree
 from megatron_gspo.errors import EngineError, first_line
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -105,12 +101,10 @@ class AgentRun:
         limits: RunLimits,
         rendering: Rendering,
         generator: Generator,
-        executor: Executor,
         *,
         takes_rewards: bool = True,
     ) -> None:
-        """executor: of one thread, since tokenizers are not safe in several. takes_rewards:
-        whether the agent scores itself."""
+        """takes_rewards: whether the agent scores itself."""
         self.number = number
         self.key = secrets.token_hex(16)
         self.seed = seed
@@ -123,7 +117,6 @@ class AgentRun:
         self._limits = limits
         self._rendering = rendering
         self._generator = generator
-        self._executor = executor
         self._draws: dict[Node, Draw] = {}
         self._replies: dict[str, Node] = {}
         self._last_draws: list[Draw] = []  # delivered, and not continued
@@ -151,17 +144,17 @@ class AgentRun:
         """A clock that stands still while the calls of this run are paused."""
         return RunClock(lambda: self._generator.paused_seconds)
 
-    async def prepare(self, call: Call) -> PreparedCall:
+    def prepare(self, call: Call) -> PreparedCall:
         """The prompt of a call. Raises CallError for messages that can't be rendered."""
         messages = self._history(call)
         known = self.tree.find(messages)
         try:
             if known is None:
-                prompt = await self._in_thread(lambda: self._rendering.render(messages, call.tools))
+                prompt = self._rendering.render(messages, call.tools)
                 return PreparedCall(call, messages, prompt, self._new_branch_cause(messages))
             new = messages[len(known.messages) :]
             messages = (*known.messages, *new)  # with the texts as they were given
-            prompt, cause = await self._continue(known, messages, new, call)
+            prompt, cause = self._continue(known, messages, new, call)
         except UnicodeError:
             raise invalid_request("the messages have half of a surrogate pair") from None
         return PreparedCall(call, messages, prompt, cause)
@@ -189,7 +182,9 @@ class AgentRun:
             lost.prepared = prepared
             lost.consumer = consumer
             return lost
-        room = self._limits.max_run_tokens - self.tree.num_tokens() - self.tree.growth(prompt)
+        parent = self.tree.parent_of(prompt)
+        growth = self.tree.growth(prompt, parent)
+        room = self._limits.max_run_tokens - self.tree.num_tokens() - growth
         node = self.tree.adoptable(prompt, wanted, trained=trained)
         if trained and room < (1 if node is None else node.limits.max_tokens):
             most = self._limits.max_run_tokens
@@ -206,8 +201,7 @@ class AgentRun:
         node = self.tree.begin(prompt, wanted, max_tokens=tightest, trained=trained)
         if node.occurrence == 0 and prepared.break_cause is not None:
             self.tree.count_break(prepared.break_cause)
-        seed = self._seed_of(prompt, node.occurrence)
-        parent = self.tree.parent_of(prompt)
+        seed = self._seed_of(node)
         known = 0 if parent is None else parent.length
         task = asyncio.ensure_future(self._generate(prompt, node.limits, seed, known))
         task.add_done_callback(_retrieve_exception)
@@ -235,18 +229,12 @@ class AgentRun:
         generation = draw.task.result()
         prompt = draw.prepared.prompt
         call = draw.prepared.call
-        parsed = await self._in_thread(
-            lambda: self._rendering.parse(
-                prompt, generation.tokens, call.tools, calls_tools=call.calls_tools
-            )
+        parsed = self._rendering.parse(
+            prompt, generation.tokens, call.tools, calls_tools=call.calls_tools
         )
         texts: list[str] = []
         if call.log_probs:
-            texts = await self._in_thread(
-                lambda: [self._rendering.text(token) for token in generation.tokens[:, None]]
-            )
-        if self.ended:
-            raise session_over()
+            texts = [self._rendering.text(token) for token in generation.tokens[:, None]]
         return _reply(draw, generation, parsed, texts)
 
     def deliver(self, draw: Draw, consumer: Consumer, reply: Reply) -> None:
@@ -279,7 +267,7 @@ class AgentRun:
         Raises what `prepare`, `begin` and `reply` raise.
         """
         consumer = _LocalConsumer()
-        draw = self.begin(await self.prepare(call), consumer)
+        draw = self.begin(self.prepare(call), consumer)
         reply = await self.reply(draw, consumer)
         assert reply is not None, "no other client adopts the draw"
         self.deliver(draw, consumer, reply)
@@ -323,11 +311,7 @@ class AgentRun:
         generation = await self._generator.generate(
             prompt, limits, seed=seed, routes_start=max(known - 1, 0)
         )
-        if not limits.stop:
-            return generation
-        return await self._in_thread(
-            lambda: cut_at_stop(generation, limits.stop, self._rendering.text)
-        )
+        return cut_at_stop(generation, limits.stop, self._rendering.text)
 
     @property
     def turn_rewards(self) -> dict[int, float]:
@@ -350,24 +334,26 @@ class AgentRun:
         earlier = previous.messages[previous.messages[0].role == "system" :]
         return (*head, *earlier, *call.messages[len(head) :])
 
-    async def _continue(
+    def _continue(
         self, known: Node, messages: tuple[Message, ...], new: tuple[Message, ...], call: Call
     ) -> tuple[np.ndarray, BreakCause | None]:
         """The prompt behind the tokens of `known`, or a new one and why."""
-        cause: BreakCause = "tools"
+        tokens = known.tokens
+        extended: np.ndarray | BreakCause = "tools"
         if known.tools == call.tools:
-            tokens = known.tokens
-            length = len(tokens) - len(known.reply.tokens)
-            extended = await self._in_thread(
-                lambda: self._rendering.extend(
-                    tokens[:length], tokens[length:], known.messages, new, call.tools
-                )
+            reply_start = len(tokens) - len(known.reply.tokens)
+            extended = self._rendering.extend(
+                tokens[:reply_start], tokens[reply_start:], known.messages, new, call.tools
             )
-            is_rewritten = any(message.role == "assistant" for message in new)
-            if isinstance(extended, np.ndarray):
-                return extended, "history" if is_rewritten else None
-            cause = "history" if is_rewritten else extended
-        prompt = await self._in_thread(lambda: self._rendering.render(messages, call.tools))
+        cause: BreakCause | None = None
+        if isinstance(extended, np.ndarray):
+            prompt = extended
+        else:
+            prompt = self._rendering.render(messages, call.tools)
+            if not np.array_equal(prompt[: len(tokens)], tokens):
+                cause = extended
+        if cause != "tools" and any(message.role == "assistant" for message in new):
+            cause = "history"
         return prompt, cause
 
     def _lost_reply(self, prompt: np.ndarray, wanted: CallLimits) -> Draw | None:
@@ -403,19 +389,16 @@ class AgentRun:
             longest = min(longest, prepared.call.max_tokens)
         return CallLimits(longest, prepared.call.stop)
 
-    def _seed_of(self, prompt: np.ndarray, occurrence: int) -> int:
+    def _seed_of(self, node: Node) -> int:
         """62 bits that do not depend on the order in which calls arrive."""
-        numbers_of_call = np.array([self.seed, occurrence], dtype=np.int64).tobytes()
-        digest = hashlib.blake2b(numbers_of_call + prompt_digest(prompt), digest_size=8).digest()
+        numbers_of_call = np.array([self.seed, node.occurrence], dtype=np.int64).tobytes()
+        digest = hashlib.blake2b(numbers_of_call + node.prompt_digest, digest_size=8).digest()
         return int.from_bytes(digest, "little") >> 2
 
     def _forget(self, draw: Draw) -> None:
         if draw.node in self._draws:
             self.tree.discard(draw.node)
             del self._draws[draw.node]
-
-    async def _in_thread(self, function: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._executor, function)
 
 
 def session_over() -> CallError:

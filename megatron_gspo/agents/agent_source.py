@@ -41,7 +41,7 @@ class AgentEngine(WrappedEngine):
         self, prompts: Sequence[Prompt], sampling: SamplingParams, *, seed: int
     ) -> list[Sample]:
         """`sampling.n_samples_per_prompt` runs per prompt; `max_response_length` limits a reply."""
-        generator = EngineGenerator(self.engine, sampling, max_batch=self._max_batch)
+        generator = EngineGenerator(self.engine, sampling, seed=seed, max_batch=self._max_batch)
         requests = run_requests(prompts, sampling, seed)
         playing = self.host.samples(requests, generator, sampling.max_response_length)
         try:

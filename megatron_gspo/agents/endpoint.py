@@ -14,7 +14,6 @@ import hmac
 import json
 import socket
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
 from aiohttp import ClientError, web
@@ -87,7 +86,6 @@ class AgentEndpoint:
         self._runs: dict[int, AgentRun] = {}
         self._num_runs = 0
         self._remarks: set[str] = set()
-        self._executor = ThreadPoolExecutor(1, thread_name_prefix="agent-rendering")
         self._server: web.AppRunner | None = None
 
     async def start(self) -> None:
@@ -144,7 +142,6 @@ class AgentEndpoint:
             limits,
             self._rendering,
             generator,
-            self._executor,
             takes_rewards=takes_rewards,
         )
         self._runs[run.number] = run
@@ -171,7 +168,6 @@ class AgentEndpoint:
         if self._server is not None:
             await self._server.cleanup()
             self._server = None
-        self._executor.shutdown(wait=False, cancel_futures=True)
 
     def _handler(self, dialect: Dialect) -> Callable[[web.Request], Any]:
         async def handle(request: web.Request) -> web.StreamResponse:
@@ -179,7 +175,7 @@ class AgentEndpoint:
                 run = self._authorized(request)
                 call = dialect.parse_call(await _read_object(request))
                 self._remark(call)
-                prepared = await run.prepare(call)
+                prepared = run.prepare(call)
                 consumer = _Connection(request)
                 draw = run.begin(prepared, consumer, is_repeated=_is_repeated(request))
             except CallError as error:
@@ -192,7 +188,7 @@ class AgentEndpoint:
     async def _count_tokens(self, request: web.Request) -> web.Response:
         try:
             run = self._authorized(request)
-            prepared = await run.prepare(messages.parse_call(await _read_object(request)))
+            prepared = run.prepare(messages.parse_call(await _read_object(request)))
         except CallError as error:
             return web.json_response(messages.error_body(error), status=error.status)
         return web.json_response(messages.token_count(len(prepared.prompt)))

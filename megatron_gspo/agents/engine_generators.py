@@ -89,14 +89,14 @@ class EngineGenerator:
         engine: RolloutEngine,
         sampling: SamplingParams,
         *,
+        seed: int,
         max_batch: int = 16,
         rounds: Rounds | None = None,
-        seed: int = 0,
         max_length: int = 0,
     ) -> None:
-        """sampling: without its limits. rounds: of the runs that call, which make the batches in
-        place of `max_batch`. seed: of the rollout. max_length: tokens of prompt and reply up to
-        which calls of other limits are drawn together, and cut."""
+        """sampling: without its limits. seed: of the rollout. rounds: of the runs that call, which
+        make the batches in place of `max_batch`. max_length: tokens of prompt and reply up to which
+        calls of other limits are drawn together, and cut."""
         self.has_versions = False
         self._engine = engine
         self._sampling = sampling

@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -21,7 +20,7 @@ from megatron_gspo.agents.agent_host import RunRequest
 from megatron_gspo.agents.agent_run import AgentRun, RunLimits
 from megatron_gspo.agents.agent_session import Outcome, finished_run
 from megatron_gspo.agents.agent_source import run_requests, single_error
-from megatron_gspo.agents.conversation import CallError, Message, Tool, invalid_request
+from megatron_gspo.agents.conversation import Call, CallError, Message, Tool, invalid_request
 from megatron_gspo.agents.dialects import chat
 from megatron_gspo.agents.engine_generators import EngineGenerator
 from megatron_gspo.agents.generation import Generator
@@ -114,7 +113,6 @@ class EpisodeHost:
         self._decode = decode
         self._conversation = conversation
         self._steps = BatchedCalls(environments.step, "environments")
-        self._executor = ThreadPoolExecutor(1, thread_name_prefix="episode-rendering")
 
     async def samples(
         self,
@@ -145,7 +143,6 @@ class EpisodeHost:
     async def close(self) -> None:
         """Step no more. May be called again."""
         self._steps.close(wait=False)
-        self._executor.shutdown(wait=False, cancel_futures=True)
 
     async def _sample(
         self,
@@ -175,7 +172,7 @@ class EpisodeHost:
             length = prompt.length + max_response_length
             limits = replace(limits, max_context=length, max_run_tokens=length)
         number = 0  # of an address, which it does not have
-        run = AgentRun(number, request.run_seed, limits, rendering, generator, self._executor)
+        run = AgentRun(number, request.run_seed, limits, rendering, generator)
         opened.append(run)
         outcome = Outcome(math.nan, f"{status}: {message}")
         if status == "ok":
@@ -245,17 +242,28 @@ async def _play(
 
     tools: None for an episode of text.
     """
+    try:
+        return await _take_turns(run, unopened, messages, tools, step)
+    except CallError as error:
+        if run.failure is not None:
+            raise run.failure from None
+        if error.is_limit and run.tree.delivered:
+            return Outcome(sum(run.turn_rewards.values()), is_cut=True)
+        return Outcome(math.nan, f"invalid: {error}")
+
+
+async def _take_turns(
+    run: AgentRun,
+    unopened: StepRequest,
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]] | None,
+    step: Step,
+) -> Outcome:
+    """See `_play`. Raises CallError where a limit is reached or messages are not valid."""
+    call = _new_call(messages, tools)
     responses: list[Response] = []
     while True:
-        try:
-            call = chat.parse_call({"messages": [*messages], "tools": [*(tools or ())]})
-            reply = await run.ask(call)
-        except CallError as error:
-            if run.failure is not None:
-                raise run.failure from None
-            if error.is_limit and responses:
-                return Outcome(sum(run.turn_rewards.values()), is_cut=True)
-            return Outcome(math.nan, f"invalid: {error}")
+        reply = await run.ask(call)
         if reply.finish_reason == "abort":
             return Outcome(math.nan)
         message = chat.response_body(call, reply)["choices"][0]["message"]
@@ -267,12 +275,16 @@ async def _play(
         if turn["done"]:
             return Outcome(sum(run.turn_rewards.values()))
         if turn.get("messages") is not None:
-            messages = turn["messages"]
-            continue
-        try:
-            messages = [*messages, message, *_observed(turn["observation"], message)]
-        except CallError as error:
-            return Outcome(math.nan, f"invalid: {error}")
+            call = _new_call(turn["messages"], tools)
+        else:
+            observed = chat.parse_messages(_observed(turn["observation"], message))
+            call = replace(call, messages=(*call.messages, reply.message, *observed))
+
+
+def _new_call(
+    messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None
+) -> Call:
+    return chat.parse_call({"messages": [*messages], "tools": [*(tools or ())]})
 
 
 def _observed(

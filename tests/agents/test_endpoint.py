@@ -346,6 +346,20 @@ async def test_new_user_message_qwen3(thinking: str, replies: list[int]) -> None
 
 
 @in_event_loop
+async def test_reasoning_breaks_a_prefix_once() -> None:
+    """Behind the next reply, which has none, the rendering of all messages continues."""
+    replies = iter(["<think>\nwhy\n</think>\n\none", "two", "three"])
+    async with serving(lambda prompt, seed: next(replies)) as served:
+        messages = []
+        for _ in range(3):
+            messages.append(QUESTION)
+            messages.append(await served.message(messages))
+        assert [len(texts) for texts in served.trained_texts()] == [1, 2]
+        assert served.run.tree.counts["breaks/thinking"] == 1
+        served.check_rows()
+
+
+@in_event_loop
 async def test_tools_change() -> None:
     async with serving(by_seed) as served:
         message = await served.message([QUESTION], tools=[BASH])

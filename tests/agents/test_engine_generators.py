@@ -9,14 +9,20 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_gspo.agents.agent_host import AgentHost
 from megatron_gspo.agents.agent_run import RunLimits
+from megatron_gspo.agents.agent_source import AgentEngine
 from megatron_gspo.agents.endpoint import AgentEndpoint
 from megatron_gspo.agents.engine_generators import EngineGenerator, ServerGenerator
 from megatron_gspo.agents.generation import CallLimits, Generation, cut_at_stop
+from megatron_gspo.agents.players import ProgramPlayer
 from megatron_gspo.agents.rendering import TemplateRendering
 from megatron_gspo.agents.session_tree import Row
 from megatron_gspo.config import SamplingParams
+from megatron_gspo.data.sample import Prompt
 from megatron_gspo.errors import EngineError
+from megatron_gspo.routing_replay.perturbation import Perturbation, RouterTerms
+from tests.agents.test_agent_host import program
 from tests.support.agent_endpoint import Serving, in_event_loop
 from tests.support.chat_tokenizer import chat_tokenizer
 from tests.support.reference_models import checkpoint, loaded_engine, moe_config, reference_model
@@ -38,7 +44,7 @@ def reference():
 async def played(model, *, max_batch: int) -> Serving:
     """A run with a line of three calls, one asked twice, and two threads at the same time."""
     engine = loaded_engine(CONFIG, checkpoint(model), return_routed_experts=True)
-    generator = EngineGenerator(engine, SamplingParams(), max_batch=max_batch)
+    generator = EngineGenerator(engine, SamplingParams(), seed=0, max_batch=max_batch)
     rendering = TemplateRendering(TOKENIZER, [TOKENIZER.eos_token_id])
     endpoint = AgentEndpoint(rendering)
     await endpoint.start()
@@ -93,13 +99,34 @@ async def test_the_draws_are_the_same_in_every_batch() -> None:
     )
 
 
+def test_routers_are_perturbed_with_the_seed_of_the_step() -> None:
+    seeds = set()
+
+    def record(terms: RouterTerms) -> torch.Tensor:
+        seeds.add(terms.seed)
+        return terms.logits
+
+    engine = loaded_engine(CONFIG, checkpoint(reference()))
+    engine.perturb_routers(Perturbation(record))
+    rendering = TemplateRendering(TOKENIZER, [TOKENIZER.eos_token_id])
+    player = ProgramPlayer(program("call", "reward=1"))
+    host = AgentHost(AgentEndpoint(rendering), player, RunLimits(), concurrent_runs=1)
+    agents = AgentEngine(engine, host, max_batch=1)
+    try:
+        for seed in (5, 6):
+            agents.generate([Prompt(0, np.array([1]), "list")], SamplingParams(1, 4), seed=seed)
+    finally:
+        agents.close()
+    assert seeds == {5, 6}
+
+
 @in_event_loop
 async def test_a_failure_of_the_engine_reaches_every_call_of_its_batch() -> None:
     class Failing:
         def generate(self, prompts, sampling, *, seed):
             raise EngineError("out of memory")
 
-    generator = EngineGenerator(Failing(), SamplingParams())
+    generator = EngineGenerator(Failing(), SamplingParams(), seed=0)
     prompt = np.array([1], np.int64)
     calls = [
         generator.generate(prompt, CallLimits(4), seed=seed, routes_start=0) for seed in range(3)

@@ -237,10 +237,9 @@ def test_the_tree_is_the_naive_model(steps) -> None:
             before = earlier.prompt + earlier.reply if earlier and choice % 5 else []
             call = NaiveCall(before + context, reply, trained)
             size_before = tree.num_tokens()
-            growth = tree.growth(np.array(call.prompt, np.int64))
-            node = tree.begin(
-                np.array(call.prompt, np.int64), CallLimits(len(reply)), trained=trained
-            )
+            prompt = np.array(call.prompt, np.int64)
+            growth = tree.growth(prompt, tree.parent_of(prompt))
+            node = tree.begin(prompt, CallLimits(len(reply)), trained=trained)
             if trained:
                 assert tree.num_tokens() == size_before + growth + len(reply)
             waiting.append((node, call))

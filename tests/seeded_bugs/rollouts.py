@@ -15,7 +15,7 @@ ROLLOUTS = (
     SeededBug(
         name="every turn of an episode draws with the same numbers",
         file="megatron_gspo/agents/agent_run.py",
-        before="numbers_of_call + prompt_digest(prompt)",
+        before="numbers_of_call + node.prompt_digest",
         after="numbers_of_call",
         test="tests/environments/test_episodes.py::test_draws_are_a_function_of_prompt_sample_and_turn",
     ),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from megatron_gspo.agents.conversation import (
@@ -34,7 +34,7 @@ def parse_call(body: Mapping[str, Any]) -> Call:
     model = fields.model_of(body)
     if body.get("n") not in (None, 1):
         raise invalid_request("n must be 1: ask again for another reply")
-    messages = tuple(map(_message, fields.objects(body, "messages")))
+    messages = parse_messages(fields.objects(body, "messages"))
     if not messages:
         raise invalid_request("messages is empty")
     choice = body.get("tool_choice")
@@ -53,6 +53,11 @@ def parse_call(body: Mapping[str, Any]) -> Call:
         token_ids=bool(body.get("return_token_ids")),
         remarks=remarks if choice in (None, "none", "auto") else (*remarks, "tool_choice"),
     )
+
+
+def parse_messages(messages: Sequence[Mapping[str, Any]]) -> tuple[Message, ...]:
+    """Raises CallError for a message that is not valid."""
+    return tuple(map(_message, messages))
 
 
 def response_body(call: Call, reply: Reply) -> dict[str, Any]:
