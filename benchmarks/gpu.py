@@ -13,7 +13,7 @@ Random weights, packed sequences of 4,096 tokens of which three quarters are res
 Layers are torch's and, where installed, Transformer Engine's. *TFLOP/s* counts the products that a
 step needs: 2 for each weight that a token meets, half of the attention scores, twice as many
 backward; what is computed again does not count. The peak is the data sheet's for dense bfloat16
-(`tools/plan/hardware.py`) or ``--peak-tflops``. Memory is the allocator's peak, weights and
+(`megatron_gspo/gpus.py`) or ``--peak-tflops``. Memory is the allocator's peak, weights and
 optimizer included; beside it, for the step, the rehearsal's figure.
 
     python benchmarks/gpu.py                  # writes benchmarks/results/gpu/<date>-<gpu>.json
@@ -129,13 +129,10 @@ class Work:
 
 
 def layer_flops(shape: Any, lengths: Sequence[int]) -> float:
-    """Of a forward pass of one MoE layer over sequences of these lengths."""
-    h = shape.hidden_size
-    d = shape.head_dim
-    attention = h * d * (2 * shape.num_attention_heads + 2 * shape.num_query_groups)
-    experts = h * shape.num_experts + 3 * h * shape.moe_ffn_hidden_size * shape.experts_per_token
-    scores = sum(length**2 for length in lengths) * 2 * shape.num_attention_heads * d
-    return 2.0 * sum(lengths) * (attention + experts) + scores
+    """Of a forward pass of all layers over sequences of these lengths."""
+    from megatron_gspo.models.flops import forward_flops
+
+    return float(forward_flops(shape, np.array(lengths), np.zeros(len(lengths))).total.sum())
 
 
 def head_flops(shape: Any, tokens: int) -> float:
@@ -145,10 +142,10 @@ def head_flops(shape: Any, tokens: int) -> float:
 
 def peak_tflops(gpu: str | None) -> float | None:
     """Dense bfloat16 of a GPU by its driver's name; None where it is not known."""
-    from megatron_gspo.tools.plan.hardware import GPUS
+    from megatron_gspo.gpus import gpu_of_device
 
-    words = (gpu or "").lower().replace("-", " ").split()
-    return next((known.flops / 1e12 for name, known in GPUS.items() if name in words), None)
+    known = gpu_of_device(gpu or "")
+    return None if known is None else known.flops / 1e12
 
 
 def write_config(folder: Path, sizes: Sizes, implementation: str = "torch") -> Path:

@@ -80,7 +80,7 @@ def main() -> None:
     args = parser.parse_args()
     import_torch_with_fake_device()
     from benchmarks.gpu import REAL
-    from megatron_gspo.tools.plan.hardware import GPUS
+    from megatron_gspo.gpus import GPUS
     from megatron_gspo.tools.plan.plan_report import table as padded_table
     from megatron_gspo.tools.rehearse.op_times import rates_of, times_by
     from megatron_gspo.tools.rehearse.time_tables import time_rows

@@ -15,6 +15,7 @@ ROOT = Path(__file__).parents[1]
 # From the bottom up. A part may import itself and the parts before it, never one after it.
 LAYERS = (
     "errors",
+    "gpus",
     "terminal",
     "given_names",
     "launch_environment",

@@ -1,4 +1,4 @@
-"""Draw the curves of one run, or of several on top of each other.
+"""Draw the curves and the time line of one run, or the curves of several on top of each other.
 
 python -m megatron_gspo.tools.plot_run RUN_DIR [RUN_DIR ...] [--output PICTURE.png]
 """
@@ -14,6 +14,7 @@ from typing import Any
 from megatron_gspo.errors import InputError, UserError, report
 from megatron_gspo.tracking.plots import draw_curves
 from megatron_gspo.tracking.run_directory import read_metrics
+from megatron_gspo.tracking.timeline import draw_timeline
 
 PICTURE = "curves.png"  # that a run draws of itself
 _LONGEST_NAME = 100  # characters
@@ -89,6 +90,8 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         output = picture_of(options.run_dirs, options.output)
         print(draw_curves(labelled(options.run_dirs), output))
+        if output.name == PICTURE and (output.parent / "timeline.jsonl").exists():
+            print(draw_timeline(output.parent))
     except UserError as error:
         return report(error)
     except (ImportError, OSError, ValueError) as error:

@@ -109,6 +109,19 @@ def build_sources(
     return in_process(demonstrations, plays=False), held_out
 
 
+def generation_gpus(config: Config) -> int | None:
+    """GPUs that generate: those of the trainer's processes or of the started servers; None for
+    servers of your own, whose GPUs are not known, and on CPUs.
+    """
+    if config.rollout.engine not in SERVER_KINDS:
+        return dist.get_world_size() if torch.cuda.is_available() else None
+    settings = config.servers
+    launch = SERVER_KINDS[config.rollout.engine].launch
+    if settings.urls or launch.on_cpu(settings.server_args):
+        return None
+    return settings.num_servers * launch.gpus_per_server(settings.server_args)
+
+
 def playing(
     engine: RolloutEngine,
     config: Config,

@@ -23,12 +23,14 @@ from megatron_gspo.loop.generation import DataCursor
 from megatron_gspo.loop.optimizer_steps import Update, writes_ratios
 from megatron_gspo.loop.rollout_log import rollout_record
 from megatron_gspo.loop.routing import RoutingReplay
+from megatron_gspo.loop.timers import Span
 from megatron_gspo.rewards.scorer import FAILURE
 from megatron_gspo.terminal import get_logger
 from megatron_gspo.tracking.plots import draw_run
 from megatron_gspo.tracking.progress import Progress
 from megatron_gspo.tracking.run_directory import RunDirectory, evenly_spaced
 from megatron_gspo.tracking.run_environment import describe_environment
+from megatron_gspo.tracking.timeline import draw_timeline
 from megatron_gspo.tracking.trackers import RunInfo, make_trackers
 
 if TYPE_CHECKING:
@@ -215,9 +217,10 @@ class MetricsLogger:
         routing: RoutingReplay,
         update: Update,
         cursor: DataCursor,
+        spans: Sequence[Span] = (),
     ) -> None:
-        """What a step writes besides its metrics: samples, figures by MoE layer, importance ratios,
-        rollout log. A collective of the batch's group: rank 0 gets the samples and ratios that it
+        """What a step writes besides its metrics: its time line, samples, figures by MoE layer,
+        importance ratios, rollout log. A collective of the batch's group: rank 0 gets the samples and ratios that it
         writes."""
         self._write_samples(step, batch)
         ratios = None
@@ -225,6 +228,8 @@ class MetricsLogger:
             ratios = ratio_arrays(update, self._tokenizer)
         if not self._active:
             return
+        with writing(self._directory.timeline):
+            self._directory.write_timeline(step, spans)
         by_layer = routing.measured.by_layer()
         if any(value is not None for value in by_layer.values()):
             with writing(self._directory.routing):
@@ -273,7 +278,9 @@ class MetricsLogger:
                 self._directory.write_samples(step, [records[i] for i in chosen])
 
     def finish(self, summary: Mapping[str, object]) -> None:
-        """Write summary.json and plot the curves; without matplotlib it prints a line instead."""
+        """Write summary.json and plot the curves and the time line; without matplotlib it prints a
+        line instead.
+        """
         if not self._active:
             return
         with writing(self._directory.summary):
@@ -281,5 +288,6 @@ class MetricsLogger:
         if self._config.tracking.plot:
             try:
                 draw_run(self._config.run_dir)
+                draw_timeline(self._config.run_dir)
             except (ImportError, ValueError, OSError) as error:
                 logger.warning(f"the curves were not plotted: {error}")

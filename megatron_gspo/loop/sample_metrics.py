@@ -1,13 +1,10 @@
-"""Metrics of a rollout batch: rewards, lengths, turns, staleness, throughput."""
+"""Metrics of a rollout batch: rewards, lengths, turns, staleness."""
 
 from __future__ import annotations
 
-import resource
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
-import torch
 
 from megatron_gspo.agents.run_samples import COUNTS
 from megatron_gspo.data.prompt_mix import MixedPrompts, of_each_source
@@ -110,37 +107,3 @@ def agent_metrics(batch: TrainingBatch) -> dict[str, float]:
     runs = [sample.metadata.get(COUNTS, {}) for sample in batch.samples.values()]
     counts = batch.sum(*(sum(run.get(name, 0) for run in runs) for name in AGENT_EVENTS))
     return {f"agents/{name}": count for name, count in zip(AGENT_EVENTS, counts, strict=True)}
-
-
-def throughput(
-    tokens: int, times: Mapping[str, float], metrics: Mapping[str, float]
-) -> dict[str, float]:
-    """The step's times, tokens per second (prompts and responses) and peak memory in GiB.
-
-    Args:
-        tokens: of the rollout batch. ``perf/tokens_per_second`` counts it once over the whole step,
-            ``perf/train_tokens_per_second`` every pass over it in the time of the updates.
-        metrics: of the updates.
-    """
-    rates = {
-        **times,
-        "perf/tokens": float(tokens),
-        "perf/tokens_per_second": tokens / times["time/step"],
-        "perf/peak_memory_gib": peak_memory() / 2**30,
-    }
-    if times.get("time/train"):
-        rates["perf/train_tokens_per_second"] = (
-            metrics.get("perf/trained_tokens", 0.0) / times["time/train"]
-        )
-    return rates
-
-
-def peak_memory() -> int:
-    """Bytes: the GPU's largest allocation, or this process's largest resident size where there
-    is no GPU.
-    """
-    if torch.cuda.is_available():
-        return torch.cuda.max_memory_allocated()
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
-        1 if sys.platform == "darwin" else 1024
-    )

@@ -13,11 +13,16 @@ import torch
 _PHASES = {"forward-compute": "forward", "backward-compute": "backward", "optimizer": "optimizer"}
 
 
+Span = tuple[str, float, float]
+"""A phase, and when it began and ended, in seconds since the step did."""
+
+
 class Timers:
     """Seconds by phase; ``read_and_reset`` returns them and starts over."""
 
     def __init__(self) -> None:
         self._seconds: dict[str, float] = {}
+        self._spans: list[Span] = []
         self._started = time.perf_counter()
 
     @contextmanager
@@ -26,7 +31,14 @@ class Timers:
         try:
             yield
         finally:
-            self._seconds[phase] = self._seconds.get(phase, 0.0) + time.perf_counter() - begin
+            end = time.perf_counter()
+            self._seconds[phase] = self._seconds.get(phase, 0.0) + end - begin
+            self._spans.append((phase, begin - self._started, end - self._started))
+
+    @property
+    def spans(self) -> list[Span]:
+        """Since the last ``read_and_reset``, in the order in which they ended."""
+        return list(self._spans)
 
     def read_and_reset(self) -> dict[str, float]:
         """``time/<phase>`` of every phase since the last call, and ``time/step`` for all of it,
@@ -36,6 +48,7 @@ class Timers:
         metrics = {f"time/{phase}": seconds for phase, seconds in self._seconds.items()}
         metrics["time/step"] = now - self._started
         self._seconds = {}
+        self._spans = []
         self._started = now
         return metrics
 

@@ -19,7 +19,7 @@ from megatron_gspo.loop.callbacks import Callbacks, StoppedRun, add_metrics, loa
 from megatron_gspo.loop.checkpoints import CheckpointManager, LoopState, resume
 from megatron_gspo.loop.collapse_guard import collapse_guard
 from megatron_gspo.loop.critic import run_critic_steps, with_values
-from megatron_gspo.loop.engines import perturb_rollout
+from megatron_gspo.loop.engines import generation_gpus, perturb_rollout
 from megatron_gspo.loop.evaluation import evaluate, is_evaluation_due
 from megatron_gspo.loop.generation import DataCursor, RolloutGenerator
 from megatron_gspo.loop.hf_export import export, export_adapters
@@ -37,11 +37,17 @@ from megatron_gspo.loop.sample_metrics import (
     agent_metrics,
     sample_metrics,
     source_metrics,
-    throughput,
 )
 from megatron_gspo.loop.setup import Components, build_components
 from megatron_gspo.loop.step_plan import plan_step
 from megatron_gspo.loop.stop_signal import stop_on_signal
+from megatron_gspo.loop.throughput import (
+    StepWork,
+    gpu_peak,
+    missing_peak_line,
+    step_work,
+    throughput,
+)
 from megatron_gspo.loop.timers import Timers
 from megatron_gspo.mcore.micro_batches import packing_rules
 from megatron_gspo.mcore.process_groups import shutdown
@@ -77,7 +83,7 @@ def train(config: Config, *, engine: RolloutEngine | None = None) -> LoopState:
         state = _prepare_start(run, state, logger, timers, callbacks)
         while state.step < config.training.steps:
             trained = train_step(run, state, checkpoints, timers, callbacks)
-            state = state.after_step(trained.cursor, len(trained.batch), trained.tokens)
+            state = state.after_step(trained.cursor, len(trained.batch), trained.work.tokens)
             metrics, failure = _prepare_next(run, state.step, timers)
             accuracy = metrics.get("eval/accuracy", state.accuracy_after)
             metrics |= trained.metrics
@@ -88,7 +94,14 @@ def train(config: Config, *, engine: RolloutEngine | None = None) -> LoopState:
                 accuracy_after=accuracy,
                 callbacks=callbacks.state(),
             )
-            record = metrics | throughput(trained.tokens, timers.read_and_reset(), metrics)
+            spans = timers.spans
+            record = metrics | throughput(
+                trained.work,
+                timers.read_and_reset(),
+                metrics,
+                peak=gpu_peak(config),
+                generation_gpus=generation_gpus(config),
+            )
             record = add_metrics(record, trained.callback_metrics)
             record = add_metrics(record, {name: after.metrics for name, after in asked.items()})
             logger.log(state.step, record)
@@ -96,7 +109,7 @@ def train(config: Config, *, engine: RolloutEngine | None = None) -> LoopState:
                 if after.warning:
                     logger.warn_once(name, after.warning)
             logger.write_step(
-                state.step, trained.batch, trained.routing, trained.update, trained.cursor
+                state.step, trained.batch, trained.routing, trained.update, trained.cursor, spans
             )
             with checkpoints.saved_on_engine_failure(state):
                 if failure is not None:  # raised after the step is logged
@@ -139,13 +152,9 @@ class TrainedStep:
     cursor: DataCursor
     routing: RoutingReplay
     update: Update
+    work: StepWork
     metrics: dict[str, float]
     callback_metrics: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
-
-    @property
-    def tokens(self) -> int:
-        """Tokens of the rollout batch, prompts and responses."""
-        return int(self.batch.lengths.sum())
 
 
 def train_step(
@@ -206,10 +215,12 @@ def train_step(
     update = Update({"updates": 0.0, "updates/skipped": 0.0})
     if run.policy.critic is not None:
         metrics |= run_critic_steps(run.policy.critic, batch, config, step, plan, timers)
-    if run.policy.critic is None or step >= config.critic.warmup_steps:
+    updates_policy = run.policy.critic is None or step >= config.critic.warmup_steps
+    if updates_policy:
         update = run_optimizer_steps(run.policy, batch, config, step, plan, routing, timers)
     metrics |= update.metrics | routing.measured.metrics()
-    return TrainedStep(batch, cursor, routing, update, metrics, callback_metrics)
+    work = step_work(batch, run.policy.shape, config, plan, updates_policy=updates_policy)
+    return TrainedStep(batch, cursor, routing, update, work, metrics, callback_metrics)
 
 
 def _start_lines(run: Components) -> list[str]:
@@ -220,12 +231,14 @@ def _start_lines(run: Components) -> list[str]:
         verifier = f"environment {environment}"
     elif run.config.agents.is_on:
         verifier = data.verifier or "the agent"
-    return start_lines(
+    lines = start_lines(
         run.config,
         prompts=len(run.prompts.prompts),
         held_out=len(run.eval_prompts),
         verifier=verifier,
     )
+    missing_peak = missing_peak_line(run.config)
+    return lines if missing_peak is None else [*lines, missing_peak]
 
 
 def _prepare_start(

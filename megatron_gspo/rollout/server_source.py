@@ -147,14 +147,19 @@ class ServerSource:
         )
 
     def metrics(self) -> dict[str, float]:
-        """See `GroupSource.metrics`; the sums over the clients."""
+        """See `GroupSource.metrics`; the sums over the clients. A server is as busy as the client
+        that keeps it busiest sees it.
+        """
         counts = [0] * len(COUNTS)
+        busy = [0.0] * self._num_servers
         if self._client is not None:
             counts = self._client.take_counts()
+            busy = self._client.take_busy_seconds()
         counts = sum_over_ranks(np.array(counts, dtype=np.int64), dist.group.WORLD).tolist()
+        busy = max_over_ranks(np.array(busy), dist.group.WORLD).tolist()
         if dist.get_rank() != 0 or self._client is None:
             return {}
-        return server_metrics(counts, len(self._client.pool.serving))
+        return server_metrics(counts, busy, len(self._client.pool.serving))
 
     def close(self) -> None:
         """See `GroupSource.close`; ends the servers that the run has started."""

@@ -39,7 +39,26 @@ PANELS = (
     ),
     Panel("Response length, tokens", (("response_length/mean", ""),)),
     Panel("Entropy, nats per token", (("entropy", ""),)),
-    Panel("Throughput, tokens/s", (("perf/tokens_per_second", ""),), from_zero=True),
+    Panel(
+        "Throughput, tokens/s",
+        (
+            ("perf/tokens_per_second", "whole step"),
+            ("perf/generated_tokens_per_second", "generation"),
+        ),
+        from_zero=True,
+    ),
+    Panel(
+        "Model FLOPs, % of the peak",
+        (("perf/mfu", "updates"), ("perf/log_probs_mfu", "log-probs")),
+        scale=100.0,
+        from_zero=True,
+    ),
+    Panel(
+        "Idle, % of the step",
+        (("perf/trainer_idle", "trainer"), ("perf/servers_idle", "servers")),
+        scale=100.0,
+        from_zero=True,
+    ),
 )
 COLOURS = ("#2563eb", "#d97706", "#059669", "#dc2626", "#7c3aed", "#475569")
 COLUMNS = 2

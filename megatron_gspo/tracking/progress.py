@@ -29,6 +29,10 @@ _SHOWN: tuple[tuple[str, Callable[[float], str]], ...] = (
     ("eval/accuracy", lambda v: f"accuracy {100 * v:.1f}%"),
     ("clip_fraction/tokens", lambda v: f"clip {100 * v:.1f}%"),
     ("perf/tokens_per_second", lambda v: f"{v:,.0f} tok/s"),
+    ("perf/generated_tokens_per_second", lambda v: f"generates {v:,.0f} tok/s"),
+    ("perf/mfu", lambda v: f"mfu {100 * v:.1f}%"),
+    ("perf/trainer_idle", lambda v: f"trainer idle {100 * v:.0f}%"),
+    ("perf/servers_idle", lambda v: f"servers idle {100 * v:.0f}%"),
 )
 
 

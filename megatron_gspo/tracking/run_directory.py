@@ -1,5 +1,5 @@
-"""The directory of a run: metrics.jsonl, routing.jsonl, config.yaml, samples/, ratios/,
-checkpoints/, summary.json.
+"""The directory of a run: metrics.jsonl, routing.jsonl, timeline.jsonl, config.yaml, samples/,
+ratios/, checkpoints/, summary.json.
 
 Only rank 0 opens it. Tools that compare or plot runs read only these files. Other files in it are
 the user's (``given_names.py``).
@@ -30,10 +30,12 @@ FILES_OF_A_RUN = (
     "metrics.jsonl",
     "routing.jsonl",
     "rollouts.jsonl",
+    "timeline.jsonl",
     "samples",
     "ratios",
     "summary.json",
     "curves.png",
+    "timeline.svg",
     "hf",
     "adapters",
     "critic_hf",
@@ -42,7 +44,7 @@ FILES_OF_A_RUN = (
     "wandb_id",
     "mlflow_id",
 )
-_TEMPORARY = r"(metrics|routing|rollouts)\.jsonl\.tmp|config\.yaml\.tmp|summary\.json\.tmp"
+_TEMPORARY = r"(metrics|routing|rollouts|timeline)\.jsonl\.tmp|config\.yaml\.tmp|summary\.json\.tmp"
 _TEMPORARY_STEP = r"step_[0-9]{6,}\.(jsonl|npz)\.tmp"
 _EARLIER = "earlier_"
 
@@ -70,6 +72,7 @@ class RunDirectory:
         self.metrics = self.path / "metrics.jsonl"
         self.routing = self.path / "routing.jsonl"
         self.rollouts = self.path / "rollouts.jsonl"
+        self.timeline = self.path / "timeline.jsonl"
         self.summary = self.path / "summary.json"
         self.picture = self.path / "curves.png"
         if not reuse and self.metrics.exists():
@@ -103,7 +106,7 @@ class RunDirectory:
         return earlier
 
     def _remove_after(self, step: int) -> None:
-        for records in (self.metrics, self.routing, self.rollouts):
+        for records in (self.metrics, self.routing, self.rollouts, self.timeline):
             if records.exists():
                 kept = [record for record in read_metrics(records) if record["step"] <= step]
                 write_atomically(records, "".join(json.dumps(record) + "\n" for record in kept))
@@ -160,6 +163,14 @@ class RunDirectory:
         """
         with self.rollouts.open("a", encoding="utf-8") as file:
             file.write(json.dumps({"step": step, **record}, allow_nan=False) + "\n")
+
+    def write_timeline(self, step: int, spans: Sequence[tuple[str, float, float]]) -> None:
+        """One line of timeline.jsonl: phase, begin and end of each span, in seconds since the
+        step's begin.
+        """
+        rounded = [[phase, round(begin, 4), round(end, 4)] for phase, begin, end in spans]
+        with self.timeline.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"step": step, "spans": rounded}) + "\n")
 
     def write_ratios(self, step: int, arrays: Mapping[str, np.ndarray]) -> Path:
         """ratios/step_000012.npz, written atomically; ``numpy.load`` reads it without

@@ -63,7 +63,6 @@ def test_operations_by_hand(tmp_path):
     write_config(tmp_path, TINY)
     _, shape = family_of(read_config(tmp_path / "model"))
     products = 32 * 16 * 4 + 2 * 32 * 16 * 2 + 16 * 4 * 32 + 32 * 8 + 2 * 3 * 32 * 16
-    # a causal sequence of 10 tokens has 50 scores a head (half of the square), of 16 products, and
-    # as many for values
-    assert layer_flops(shape, [10, 6]) == 2 * 16 * products + 4 * 4 * 16 * (50 + 18)
+    # a causal sequence of 10 tokens has 55 scores a head, of 16 products, and as many for values
+    assert layer_flops(shape, [10, 6]) == 2 * 16 * products + 4 * 4 * 16 * (55 + 21)
     assert head_flops(shape, 5) == 2 * 5 * 32 * 96

@@ -15,11 +15,11 @@ import pytest
 import yaml
 
 from megatron_gspo.config import Config, load_config
+from megatron_gspo.gpus import find_gpu
 from megatron_gspo.models import family_of, read_config
 from megatron_gspo.rollout.server_kinds import SERVER_KINDS
 from megatron_gspo.servers.server_launch import first_server_gpu
 from megatron_gspo.tools.plan.estimate import Choice, Estimator, Hardware
-from megatron_gspo.tools.plan.hardware import find_gpu
 from megatron_gspo.tools.rehearse.build_only import Stage, build_stages
 from tests.support.training_runs import tiny_model
 

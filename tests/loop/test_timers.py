@@ -35,6 +35,19 @@ def test_phases_add_up_until_they_are_taken():
     assert again.keys() == {"time/step"} and again["time/step"] < taken["time/step"]
 
 
+def test_spans_are_since_the_step_began():
+    timers = Timers()
+    with timers("generate"):
+        time.sleep(NAP)
+    with pytest.raises(ValueError), timers("train"):
+        raise ValueError
+    (first, begin, end), (second, then, _) = timers.spans
+    assert (first, second) == ("generate", "train")
+    assert 0 <= begin and begin + NAP <= end <= then
+    timers.read_and_reset()
+    assert timers.spans == []
+
+
 def test_a_clock_keeps_the_parts_of_an_update_and_nothing_else():
     clock = UpdateClock()
     assert clock.read_and_reset() == {}

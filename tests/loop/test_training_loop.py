@@ -20,6 +20,7 @@ from megatron_gspo.loop.callbacks import Callback, StoppedRun
 from megatron_gspo.loop.checkpoints import LoopState
 from megatron_gspo.loop.generation import DataCursor
 from megatron_gspo.loop.setup import Components
+from megatron_gspo.loop.throughput import StepWork
 from megatron_gspo.loop.training_loop import TrainedStep, train
 from megatron_gspo.routing_replay.perturbation import load_perturbation
 from tests.support.collapse_noise import noise_section
@@ -161,9 +162,9 @@ def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Any]:
             update = SimpleNamespace(metrics={})
             batch = TrainingBatch.of([make_sample(2, 3)])
             metrics = {"entropy": 0.5, "effective_sample_size": sample_size}
-            return TrainedStep(
-                batch, DataCursor(state.cursor + 4), SimpleNamespace(), update, metrics
-            )
+            cursor = DataCursor(state.cursor + 4)
+            work = StepWork(5, 3, 0.0, 0.0, 0.0)
+            return TrainedStep(batch, cursor, SimpleNamespace(), update, work, metrics)
 
         def evaluate(*_: object) -> dict[str, float]:
             events.append("evaluate")

@@ -74,6 +74,9 @@ class ScriptedServers(ScriptedEngine):
     def take_counts(self) -> list[int]:
         return [3, 0, 0, 0, 0, 0, 8, 2]
 
+    def take_busy_seconds(self) -> list[float]:
+        return [1.5]
+
     @property
     def pool(self) -> SimpleNamespace:
         return SimpleNamespace(serving=["http://a"])

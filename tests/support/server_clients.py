@@ -76,7 +76,8 @@ def set_update_timeout(
 
 def counts_of(engine: ServerEngine) -> dict[str, float]:
     """Its `rollout/*` metrics since the last call."""
-    return server_metrics(engine.client.take_counts(), engine.num_serving)
+    counts = engine.client.take_counts()
+    return server_metrics(counts, engine.client.take_busy_seconds(), engine.num_serving)
 
 
 def checkpoint_stream(model: str) -> Iterator[tuple[str, Tensor]]:

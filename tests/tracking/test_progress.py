@@ -40,6 +40,22 @@ def test_plain_lines_and_time_left() -> None:
     assert lines[2] == "step 7/10  left 0:30"  # an accuracy is shown when it is new
 
 
+def test_speed_and_idle_time_are_shown() -> None:
+    stream = io.StringIO()
+    with Progress(2, stream=stream, clock=Clock()) as progress:
+        progress.update(
+            1,
+            {
+                "perf/generated_tokens_per_second": 1234.5,
+                "perf/mfu": 0.312,
+                "perf/trainer_idle": 0.1,
+                "perf/servers_idle": 0.456,
+            },
+        )
+    shown = "generates 1,234 tok/s  mfu 31.2%  trainer idle 10%  servers idle 46%"
+    assert shown in stream.getvalue()
+
+
 def test_terminal_gets_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
     stream = Terminal()
     monkeypatch.setattr("sys.stderr", stream)

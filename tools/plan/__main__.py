@@ -16,12 +16,12 @@ import yaml
 from megatron_gspo.config import load_config
 from megatron_gspo.config.lora_checks import check_targets
 from megatron_gspo.errors import InputError, UserError, report
+from megatron_gspo.gpus import GIB, GPUS, find_gpu
 from megatron_gspo.models import family_of, read_config
 from megatron_gspo.paths import path_text_argument
 from megatron_gspo.tools.one_line_parser import OneLineParser
 from megatron_gspo.tools.plan import plan_report, rehearsals
 from megatron_gspo.tools.plan.estimate import Estimator, Hardware
-from megatron_gspo.tools.plan.hardware import GIB, GPUS, find_gpu
 from megatron_gspo.tools.plan.layout_search import is_size, search
 from megatron_gspo.tools.plan.layouts import name_of, parse_layout
 from megatron_gspo.tools.rehearse.op_times import LINK_EFFICIENCY

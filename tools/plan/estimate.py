@@ -14,11 +14,13 @@ import math
 from dataclasses import dataclass
 from functools import cached_property
 
+import numpy as np
+
 from megatron_gspo.config import Config, ParallelConfig
+from megatron_gspo.gpus import Gpu
+from megatron_gspo.models.flops import forward_flops
 from megatron_gspo.models.model_shape import ModelShape
-from megatron_gspo.tools.plan.hardware import Gpu
 from megatron_gspo.tools.plan.parameters import (
-    active_parameters,
     embedding_parameters,
     layer_parameters,
 )
@@ -251,16 +253,13 @@ class Estimator:
         return scored + trained * (products + full), scored + trained * (2 + full)
 
     def compute_seconds(self, choice: Choice, tokens: int) -> float:
-        """Matrix products and the causal half of attention. tokens: of a replica's micro-batch;
-        experts that get few of them are slow."""
+        """tokens: of a replica's micro-batch; experts that get few of them are slow."""
         shape = self.shape
         length = self.longest
         parallel = choice.parallel
-        weights = active_parameters(shape) - (
-            0 if shape.tied_embeddings else embedding_parameters(shape)
-        )
-        layers = sum(mixer != "gated_delta_net" for mixer in shape.mixers)
-        work = 2 * weights + 2 * layers * shape.num_attention_heads * shape.head_dim * length
+        response = self.config.rollout.max_response_length
+        forward = forward_flops(shape, np.array([length]), np.array([response]))
+        work = float(forward.total[0]) / length
         if shape.is_moe:
             of_rank = tokens / parallel.context_parallel_size / parallel.tensor_model_parallel_size
             ranks = parallel.expert_model_parallel_size * parallel.expert_tensor_size

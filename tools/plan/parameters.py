@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megatron_gspo.models.flops import mixer_weights
 from megatron_gspo.models.model_shape import ModelShape
 
 
@@ -27,13 +28,7 @@ class LayerParameters:
 def layer_parameters(shape: ModelShape, layer: int) -> LayerParameters:
     """The parameters of a layer of the whole model."""
     hidden = shape.hidden_size
-    mixer = shape.mixers[layer]
-    if mixer == "latent_attention":
-        attention = _latent_attention(shape)
-    elif mixer == "gated_delta_net":
-        attention = _gated_delta_net(shape)
-    else:
-        attention = _attention(shape, mixer)
+    attention = mixer_weights(shape, layer) + _vectors_of_mixer(shape, shape.mixers[layer])
     if not shape.moe_layers[layer]:
         return LayerParameters(attention, 3 * shape.ffn_hidden_size * hidden, 0, 2 * hidden)
     width = shape.moe_ffn_hidden_size
@@ -44,51 +39,31 @@ def layer_parameters(shape: ModelShape, layer: int) -> LayerParameters:
     return LayerParameters(attention, router + shared, count * expert, 2 * hidden)
 
 
-def _attention(shape: ModelShape, mixer: str) -> int:
-    hidden = shape.hidden_size
+def _vectors_of_mixer(shape: ModelShape, mixer: str) -> int:
+    """Parameters of attention or a gated delta net that multiply no matrix: biases, norms, sinks,
+    filters, rates.
+    """
+    if mixer == "gated_delta_net":
+        net = shape.delta_net
+        assert net is not None
+        filters = net.key_heads * net.convolved * net.kernel
+        return filters + 2 * net.value_heads + net.value_size
+    if mixer == "latent_attention":
+        latent = shape.latent
+        assert latent is not None
+        return latent.key_value_rank + (latent.query_rank or 0)
     query = shape.num_attention_heads * shape.head_dim
     keys = shape.num_query_groups * shape.head_dim
-    rows = (1 + shape.attention_gate) * query + 2 * keys
-    total = rows * hidden + query * hidden
+    total = 0
     if shape.attention_bias:
-        total += rows
+        total += (1 + shape.attention_gate) * query + 2 * keys
     if shape.linear_bias:
-        total += hidden
+        total += shape.hidden_size
     if mixer == "sink_attention":
         total += shape.num_attention_heads
     if shape.query_key_norms:
         total += query + keys if mixer == "joint_norm_attention" else 2 * shape.head_dim
     return total
-
-
-def _latent_attention(shape: ModelShape) -> int:
-    sizes = shape.latent
-    hidden = shape.hidden_size
-    heads = shape.num_attention_heads
-    assert sizes is not None
-    query = heads * (sizes.plain_dim + shape.rotary.dim)
-    keys = sizes.key_value_rank
-    total = (
-        (keys + shape.rotary.dim) * hidden
-        + keys
-        + heads * (sizes.plain_dim + sizes.value_dim) * keys
-    )
-    total += heads * sizes.value_dim * hidden
-    if sizes.query_rank is None:
-        return total + query * hidden
-    return total + sizes.query_rank * (hidden + 1 + query)
-
-
-def _gated_delta_net(shape: ModelShape) -> int:
-    sizes = shape.delta_net
-    hidden = shape.hidden_size
-    assert sizes is not None
-    projections = (
-        sizes.key_heads * sizes.projected * hidden + sizes.value_heads * sizes.value_size * hidden
-    )
-    filters = sizes.key_heads * sizes.convolved * sizes.kernel
-    rates_and_norm = 2 * sizes.value_heads + sizes.value_size
-    return projections + filters + rates_and_norm
 
 
 def embedding_parameters(shape: ModelShape) -> int:

@@ -6,8 +6,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from megatron_gspo.gpus import GIB
 from megatron_gspo.tools.plan.estimate import Estimator, Hardware
-from megatron_gspo.tools.plan.hardware import GIB
 from megatron_gspo.tools.plan.layout_search import Search
 from megatron_gspo.tools.plan.layouts import name_of
 from megatron_gspo.tools.plan.parameters import active_parameters, total_parameters

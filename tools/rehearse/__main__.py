@@ -16,9 +16,9 @@ from rich.progress import BarColumn, Progress, TextColumn
 
 from megatron_gspo.config import Config, load_config
 from megatron_gspo.errors import InputError, UserError, report, writing
+from megatron_gspo.gpus import GPUS, RUNTIME_BYTES, find_gpu
 from megatron_gspo.paths import path_argument
 from megatron_gspo.tools.one_line_parser import OneLineParser
-from megatron_gspo.tools.plan.hardware import GPUS, RUNTIME_BYTES, find_gpu
 from megatron_gspo.tools.plan.layouts import name_of
 from megatron_gspo.tools.rehearse.deadlock import compare_ranks
 from megatron_gspo.tools.rehearse.rank_processes import RankJob, default_jobs, rehearse_ranks

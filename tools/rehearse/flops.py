@@ -8,8 +8,10 @@ import functools
 import math
 import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch._ops import OpOverloadPacket
@@ -29,8 +31,8 @@ _PRODUCTS = re.compile(
 
 
 class FlopLog:
-    """Counts by phase and operation. Causal attention counts as full attention, as in torch's
-    counter.
+    """Counts by phase and operation. Attention of packed sequences counts the pairs that are
+    attended. That of padded batches, of which torch's formula ignores what is masked, counts half.
 
     Raises ``RehearsalError`` for a product without a formula, and for attention of unknown lengths.
     """
@@ -70,9 +72,18 @@ def _formula(packet: OpOverloadPacket) -> Formula | None:
     formula = _FORMULAS.get(plain._qualified_op_name)
     if formula is not None:
         return lambda values, args, kwargs, out: formula(values, *args)
+    attention = _ATTENTION.get(name)
+    if attention is not None:
+        names = [argument.name for argument in packet.default._schema.arguments]
+        return lambda values, args, kwargs, out: attention(
+            values, dict(zip(names, args, strict=False)) | dict(kwargs)
+        )
     torch_formula = flop_registry.get(plain)
     if torch_formula is not None:
-        return lambda values, args, kwargs, out: torch_formula(*args, **kwargs, out_val=out)
+        share = 2 if "attention" in word else 1  # it is causal
+        return lambda values, args, kwargs, out: (
+            torch_formula(*args, **kwargs, out_val=out) // share
+        )
     if _PRODUCTS.search(word):
         raise RehearsalError(
             f"the rehearsal has no formula for the floating-point operations of {name}"
@@ -93,39 +104,37 @@ def _grouped_mm(values: KnownValues, a: Tensor, b: Tensor, *rest: object) -> int
     return 2 * math.prod(a.shape) * b.shape[-1]
 
 
-def _varlen_attention(
-    values: KnownValues,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    bounds_q: Tensor,
-    bounds_k: Tensor | None,
-    *rest: object,
-) -> int:
-    known_q = values.get(bounds_q)
-    known_k = values.get(bounds_q if bounds_k is None else bounds_k)
+def _varlen_attention(values: KnownValues, given: Mapping[str, Any]) -> int:
+    """Scores and sums of the pairs of a query and a key that it attends. given: arguments of
+    ``_varlen_attn`` or of its backward, by name.
+    """
+    query = given["query"]
+    known_q = values.get(given["cu_seq_q"])
+    bounds_k = given["cu_seq_k"]
+    known_k = known_q if bounds_k is None else values.get(bounds_k)
     if known_q is None or known_k is None:
         raise RehearsalError(
             "the floating-point operations of attention depend on lengths that only a GPU computes"
         )
-    pairs = int((known_q.diff().long() * known_k.diff().long()).sum())
-    return 2 * pairs * query.shape[1] * (query.shape[-1] + value.shape[-1])
+    window = given.get("window_size") or ((-1, 0) if given.get("is_causal") else (-1, -1))
+    lengths = zip(known_q.diff().tolist(), known_k.diff().tolist(), strict=True)
+    pairs = sum(_attended_pairs(queries, keys, *window) for queries, keys in lengths)
+    return 2 * pairs * query.shape[1] * (query.shape[-1] + given["value"].shape[-1])
 
 
-def _varlen_attention_backward(
-    values: KnownValues,
-    grad: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    log_sums: Tensor,
-    bounds_q: Tensor,
-    bounds_k: Tensor | None,
-    *rest: object,
-) -> int:
+def _varlen_attention_backward(values: KnownValues, given: Mapping[str, Any]) -> int:
     """Scores once more and four products: 5 in place of 2."""
-    return _varlen_attention(values, query, key, value, bounds_q, bounds_k) * 5 // 2
+    return _varlen_attention(values, given) * 5 // 2
+
+
+def _attended_pairs(queries: int, keys: int, before: int, after: int) -> int:
+    """The queries are the last of the sequence; each attends ``before`` keys before its own and
+    ``after`` after it, -1: all.
+    """
+    own = np.arange(keys - queries, keys)
+    first = np.zeros_like(own) if before < 0 else np.maximum(own - before, 0)
+    end = np.full_like(own, keys) if after < 0 else np.minimum(own + after + 1, keys)
+    return int((end - first).sum())
 
 
 def _solve_triangular(values: KnownValues, system: Tensor, right: Tensor, *rest: object) -> int:
@@ -136,7 +145,6 @@ def _solve_triangular(values: KnownValues, system: Tensor, right: Tensor, *rest:
     return math.prod(batch) * system.shape[-1] * right.shape[-2] * right.shape[-1]
 
 
-# torch's own, where it has one of attention, takes each sequence to be as long as the longest
 _FORMULAS: dict[str, Callable[..., int]] = {
     "aten::_grouped_mm": _grouped_mm,
     # torch's own takes the dtype of the result for its shape
@@ -145,6 +153,9 @@ _FORMULAS: dict[str, Callable[..., int]] = {
     "aten::dot": lambda values, first, *rest: 2 * first.numel(),
     "aten::linalg_solve_triangular": _solve_triangular,
     "aten::mv": lambda values, matrix, *rest: 2 * matrix.numel(),
+}
+# torch's own takes each sequence to be as long as the longest
+_ATTENTION: dict[str, Callable[[KnownValues, Mapping[str, Any]], int]] = {
     "torch_attn::_varlen_attn": _varlen_attention,
     "torch_attn::_varlen_attn_backward": _varlen_attention_backward,
 }

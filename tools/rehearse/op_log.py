@@ -55,7 +55,8 @@ class OpLog:
         key = func, flops, shapes, len(set(map(id, tensors)))
         if key not in self._costs:
             cost = cost_of(func, args, kwargs, out)
-            self._costs[key] = None if cost is None else _call(func, cost, flops, tensors)
+            inputs = tuple((tensor.shape, tensor.dtype) for tensor in tensors)
+            self._costs[key] = None if cost is None else (func, cost, flops, inputs)
         call = self._costs[key]
         newest_node = torch.autograd._get_sequence_nr() - 1  # it is made before its operation
         if call is None and newest_node in self._forward_frames:
@@ -99,12 +100,6 @@ class OpLog:
                 self._counts.items()
             )
         )
-
-
-def _call(func: Operation, cost: OpCost, flops: int, tensors: Sequence[Tensor]) -> _Call:
-    """Of attention, which is causal, half is computed."""
-    computed = flops // 2 if cost.op_class == "attention" else flops
-    return func, cost, computed, tuple((tensor.shape, tensor.dtype) for tensor in tensors)
 
 
 _MOST_TENSORS = 3  # of an operation, that are described

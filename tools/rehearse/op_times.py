@@ -15,7 +15,7 @@ from pathlib import Path
 
 import yaml
 
-from megatron_gspo.tools.plan.hardware import Gpu
+from megatron_gspo.gpus import Gpu
 from megatron_gspo.tools.rehearse.records import Collective, OpTotal, RankRecord
 
 LINK_EFFICIENCY = 0.7  # share of a link's bandwidth that is reached; assumed
@@ -79,7 +79,7 @@ def _together(memory: float, entry: Mapping[str, float]) -> float:
 
 @dataclass(frozen=True)
 class OpTime:
-    """Operations together. seconds: on the GPU; flops counts causal attention by half."""
+    """Operations together. seconds: on the GPU."""
 
     launches: int = 0
     bytes: int = 0

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from megatron_gspo.errors import show_bytes
-from megatron_gspo.tools.plan.hardware import GIB
+from megatron_gspo.gpus import GIB
 from megatron_gspo.tools.rehearse.records import KINDS, RankRecord
 from megatron_gspo.tools.rehearse.roles import ranges
 from megatron_gspo.tools.rehearse.summary import collective_totals

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_gspo.errors import show_bytes
-from megatron_gspo.tools.plan.hardware import Gpu
+from megatron_gspo.gpus import Gpu
 from megatron_gspo.tools.rehearse.deadlock import Comparison
 from megatron_gspo.tools.rehearse.op_times import phase_times, rates_of
 from megatron_gspo.tools.rehearse.records import Collective, RankRecord

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from megatron_gspo.tools.plan.hardware import Gpu
+from megatron_gspo.gpus import Gpu
 from megatron_gspo.tools.rehearse.op_times import (
     STEP_PHASES,
     OpTime,

@@ -12,10 +12,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron_gspo.mcore.device_copies import copy_to_device
+from megatron_gspo.models.flops import DELTA_CHUNK
 from megatron_gspo.parallel.autograd_context import AutogradContext
 from megatron_gspo.parallel.context_parallel import concatenated_ranges, zigzag_indices
-
-CHUNK = 64  # tokens
 
 
 @dataclass(frozen=True)
@@ -52,7 +51,7 @@ def chunk_layout(
     before: int,
     cp_size: int = 1,
     *,
-    size: int = CHUNK,
+    size: int = DELTA_CHUNK,
     device: torch.device | str = "cpu",
 ) -> ChunkLayout:
     """The layout of sequences with bounds ``cu_seqlens`` [n + 1] int32, on the host and before

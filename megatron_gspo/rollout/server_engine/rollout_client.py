@@ -175,6 +175,14 @@ class RolloutClient(ResponseGenerator):
         self.counts = Counter()
         return counts
 
+    def take_busy_seconds(self) -> list[float]:
+        """See `ServerPool.take_busy_seconds`."""
+
+        async def take() -> list[float]:
+            return self.pool.take_busy_seconds()
+
+        return self.loop.run(take())
+
     def check_servers(self) -> None:
         """Before the first update, raise `EngineError` for a server whose responses the run can't
         use, or that refuses the run, for example a wrong key. One that does not answer is waited
@@ -358,14 +366,17 @@ class RolloutClient(ResponseGenerator):
             self._processes = None
 
 
-def server_metrics(counts: Sequence[float], serving: int) -> dict[str, float]:
-    """The counts of all clients and the number of serving servers, by the names of
-    docs/metrics.md.
+def server_metrics(
+    counts: Sequence[float], busy_seconds: Sequence[float], serving: int
+) -> dict[str, float]:
+    """The counts of all clients, the busy seconds of each server and the number of serving servers,
+    by the names of docs/metrics.md.
     """
     counted = dict(zip(COUNTS, map(float, counts), strict=True))
     sent = counted.pop("input_tokens")
     cached = counted.pop("cached_tokens")
     return {f"rollout/{name}": value for name, value in counted.items()} | {
         "rollout/cached_share": cached / sent if sent else 0.0,
+        "rollout/busy_seconds": sum(busy_seconds) / len(busy_seconds),
         "rollout/servers": float(serving),
     }

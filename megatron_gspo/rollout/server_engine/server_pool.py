@@ -68,6 +68,12 @@ class PooledServer:
     num_requests: int = 0
     """Number of requests in flight."""
 
+    busy_seconds: float = 0.0
+    """With requests in flight, since `take_busy_seconds`, up to the last time it had none."""
+
+    busy_since: float = 0.0
+    """When it last had none, or `take_busy_seconds` was called, in monotonic seconds."""
+
     missed_checks: int = 0
     """Health checks in a row that it missed."""
 
@@ -185,14 +191,30 @@ class ServerPool:
         """
         server = await self._select(preferred)
         server.outstanding_tokens += cost
+        if not server.num_requests:
+            server.busy_since = time.monotonic()
         server.num_requests += 1
         try:
             yield server
         finally:
             server.outstanding_tokens -= cost
             server.num_requests -= 1
+            if not server.num_requests:
+                server.busy_seconds += time.monotonic() - server.busy_since
             async with self._changed:
                 self._changed.notify()  # one slot, for one of possibly thousands of waiters
+
+    def take_busy_seconds(self) -> list[float]:
+        """Seconds with requests of this client in flight at each server, by URL ascending, since
+        the last call."""
+        now = time.monotonic()
+        taken = []
+        for server in sorted(self.servers, key=lambda server: server.url):
+            current = now - server.busy_since if server.num_requests else 0.0
+            taken.append(server.busy_seconds + current)
+            server.busy_seconds = 0.0
+            server.busy_since = now
+        return taken
 
     async def _select(self, preferred: PooledServer | None) -> PooledServer:
         async with self._changed:

@@ -106,6 +106,26 @@ def test_requests_go_where_fewest_tokens_are_outstanding():
     with_pool(action)
 
 
+def test_a_server_is_busy_while_it_has_a_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr(pool_module.time, "monotonic", lambda: now[0])
+
+    async def action(pool: ServerPool) -> list[list[float]]:
+        taken = []
+        async with pool.acquire(1):  # at the first server
+            now[0] += 2.0
+            async with pool.acquire(1):  # at the second
+                now[0] += 3.0
+            async with pool.acquire(1, preferred=pool.servers[0]):
+                now[0] += 1.0
+                taken.append(pool.take_busy_seconds())
+                now[0] += 5.0
+        now[0] += 7.0
+        return [*taken, pool.take_busy_seconds(), pool.take_busy_seconds()]
+
+    assert with_pool(action) == [[6.0, 3.0, 0.0], [5.0, 0.0, 0.0], [0.0, 0.0, 0.0]]
+
+
 def test_affinity_holds_while_the_server_serves_and_has_room():
     async def action(pool: ServerPool) -> None:
         last = pool.servers[2]

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from megatron_gspo.config import Config, ParallelConfig, load_config
+from megatron_gspo.gpus import GIB, Gpu, find_gpu
 from megatron_gspo.tools.plan.__main__ import parser, write_config
 from megatron_gspo.tools.plan.estimate import HALF_ROWS, Choice, Estimator, Hardware
-from megatron_gspo.tools.plan.hardware import GIB, Gpu, find_gpu
 from megatron_gspo.tools.plan.layouts import name_of
 from tests.support.configs import parallel
 from tests.support.model_shapes import SMALL, dense_shape, shape_of
@@ -64,12 +64,12 @@ def test_adapters_a_reference_and_a_value_model(tmp_path: Path) -> None:
 
 
 def test_time_by_hand(tmp_path: Path) -> None:
-    """8 sequences of 8 tokens: 2 FLOPs a weight and 2 x 2 layers x 2 heads x 4 x 8 of attention's
-    causal half; old log-probs, forward, and twice that backward."""
+    """8 sequences of 4 + 4 tokens: matrices of 336 numbers in each of 2 layers, 36 pairs in each of
+    2 heads of 4, and 4 positions of 80 weights; old log-probs, forward, and twice that backward.
+    """
     estimator = dense(tmp_path, gpus=1)
     estimate = estimator.estimate(Choice(ParallelConfig(), "none", 16))
-    weights = 2 * 360 + 80 + 8  # without the embedding, with the last norm
-    flops = 8 * 8 * (2 * weights + 2 * 2 * 8 * 8) * 4
+    flops = 8 * 2 * (8 * 2 * 336 + 2 * 2 * (4 + 4) * 36 + 4 * 80) * 4
     assert estimate.compute == pytest.approx(flops / 1e14)
     assert estimate.micro_batches == 4 and estimate.communication == estimate.bubble == 0
     again = estimator.estimate(Choice(ParallelConfig(), "full", 16))

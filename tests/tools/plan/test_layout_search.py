@@ -8,8 +8,8 @@ import pytest
 
 from megatron_gspo.config import ParallelConfig
 from megatron_gspo.errors import InputError
+from megatron_gspo.gpus import GIB, find_gpu
 from megatron_gspo.tools.plan.estimate import Estimator, Hardware
-from megatron_gspo.tools.plan.hardware import GIB, find_gpu
 from megatron_gspo.tools.plan.layout_search import search
 from tests.support.model_shapes import SMALL, shape_of
 from tests.tools.plan.test_estimate import config_of

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from megatron_gspo.gpus import GIB, Gpu
 from megatron_gspo.tools.plan.estimate import Hardware
-from megatron_gspo.tools.plan.hardware import GIB, Gpu
 from megatron_gspo.tools.plan.rehearsals import communication_seconds, compute_seconds
 from megatron_gspo.tools.rehearse.op_times import rates_of
 from megatron_gspo.tools.rehearse.records import Collective, OpTotal

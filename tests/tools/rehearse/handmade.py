@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_gspo.tools.plan.hardware import find_gpu
+from megatron_gspo.gpus import find_gpu
 from megatron_gspo.tools.rehearse.deadlock import compare_ranks
 from megatron_gspo.tools.rehearse.records import Memory, MemoryPoint, RankRecord
 from megatron_gspo.tools.rehearse.summary import Rehearsal

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from megatron_gspo.tools.plan.hardware import GIB, GPUS, Gpu
+from megatron_gspo.gpus import GIB, GPUS, Gpu
 from megatron_gspo.tools.rehearse.op_cost import CLASSES
 from megatron_gspo.tools.rehearse.op_times import (
     OpTime,

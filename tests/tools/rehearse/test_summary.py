@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_gspo.tools.plan.hardware import GIB, find_gpu
+from megatron_gspo.gpus import GIB, find_gpu
 from megatron_gspo.tools.rehearse.records import Collective, Finding
 from megatron_gspo.tools.rehearse.summary import FailedRank, problems
 from tests.tools.rehearse.handmade import memory, point, record, rehearsal

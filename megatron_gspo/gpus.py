@@ -52,6 +52,18 @@ GPUS = {
 }
 
 
+def gpu_of_device(name: str) -> Gpu | None:
+    """The GPU that a driver names so, such as ``NVIDIA H100 80GB HBM3``; None for others, among
+    them the slower boards for PCIe.
+    """
+    words = re.split(r"[ -]", name.lower())
+    if {"pcie", "nvl"} & set(words):
+        return None
+    if "a100" in words and any(word.startswith("40gb") for word in words):
+        return GPUS["a100-40gb"]
+    return next((gpu for word, gpu in GPUS.items() if word in words), None)
+
+
 def find_gpu(name: str) -> Gpu:
     """The GPU of that name; ``InputError`` naming the known ones."""
     key = re.sub(r"(-sxm)?(-(80|141)(gb)?)?(-sxm)?$", "", name.lower().replace("_", "-"))

@@ -1,0 +1,176 @@
+"""Floating-point operations of a model's matrix products, attention and delta rule, exactly as its
+layers compute them for sequences of given lengths.
+
+A product of [m, k] with [k, n] has 2 m k n. Attention counts the pairs of a query with the keys
+that it attends. Norms, rotations, softmax and other element-wise work are not counted.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from megatron_gspo.models.model_shape import DeltaNetSizes, ModelShape
+
+DELTA_CHUNK = 64
+"""Tokens of a chunk of the delta rule."""
+
+Recompute = Literal["none", "selective", "full"]
+
+
+@dataclass(frozen=True)
+class ForwardFlops:
+    """A forward pass over n sequences: float64 [n] each."""
+
+    layers: np.ndarray
+    """Products of tokens with the weights of layers."""
+
+    scores: np.ndarray
+    """Attention's products of queries with keys."""
+
+    sums: np.ndarray
+    """Attention's sums of values."""
+
+    delta_rule: np.ndarray
+    delta_rule_backward: np.ndarray
+    """The backward pass of the delta rule, which is not twice its forward pass."""
+
+    head: np.ndarray
+    """Logits of the scored positions, or values of them."""
+
+    @property
+    def total(self) -> np.ndarray:
+        """Of the forward pass."""
+        return self.layers + self.scores + self.sums + self.delta_rule + self.head
+
+    def training(self, *, frozen: bool = False) -> np.ndarray:
+        """Of the forward and the backward pass, each product once.
+
+        frozen: the weights have no gradient, as under adapters, whose own products are not counted.
+        """
+        products = 2 if frozen else 3
+        rule = self.delta_rule + self.delta_rule_backward
+        return products * (self.layers + self.head) + 3 * (self.scores + self.sums) + rule
+
+    def recomputed(self, recompute: Recompute) -> np.ndarray:
+        """What the backward pass computes again on top of `training`: the layers or the attention
+        of ``model.recompute_granularity``, the delta rule, the scores of flash attention, and the
+        logits.
+        """
+        again = self.scores + self.delta_rule + self.head
+        if recompute == "full":
+            again = again + self.layers
+        if recompute != "none":
+            again = again + self.scores + self.sums
+        return again
+
+
+def forward_flops(shape: ModelShape, lengths: np.ndarray, scored: np.ndarray) -> ForwardFlops:
+    """A forward pass over sequences of `lengths` [n], each with `scored` [n] positions of the
+    log-prob head.
+    """
+    lengths = np.asarray(lengths, dtype=np.float64)
+    weights = sum(mixer_weights(shape, i) + mlp_weights(shape, i) for i in range(shape.num_layers))
+    scores = np.zeros_like(lengths)
+    sums = np.zeros_like(lengths)
+    rule = np.zeros_like(lengths)
+    rule_backward = np.zeros_like(lengths)
+    for mixer, window in zip(shape.mixers, shape.windows, strict=True):
+        if mixer == "gated_delta_net":
+            assert shape.delta_net is not None
+            forward, backward = _delta_rule(shape.delta_net, lengths)
+            rule += forward
+            rule_backward += backward
+        else:
+            key_size, value_size = _head_sizes(shape, mixer)
+            pairs = 2 * shape.num_attention_heads * attended_pairs(lengths, window)
+            scores += key_size * pairs
+            sums += value_size * pairs
+    outputs = 1 if shape.value_head else shape.vocab_size
+    return ForwardFlops(
+        layers=2.0 * weights * lengths,
+        scores=scores,
+        sums=sums,
+        delta_rule=rule,
+        delta_rule_backward=rule_backward,
+        head=2.0 * outputs * shape.hidden_size * np.asarray(scored, dtype=np.float64),
+    )
+
+
+def attended_pairs(lengths: np.ndarray, window: int | None) -> np.ndarray:
+    """Queries times the keys that each attends, in causal sequences of `lengths` [n]. window: the
+    last keys that a query attends, its own among them; None: all.
+    """
+    if window is None:
+        return lengths * (lengths + 1) / 2
+    full = np.minimum(lengths, window)
+    return full * (full + 1) / 2 + (lengths - full) * full
+
+
+def mixer_weights(shape: ModelShape, layer: int) -> int:
+    """Numbers of the matrices by which a layer's attention, or its gated delta net, multiplies
+    a token.
+    """
+    hidden = shape.hidden_size
+    mixer = shape.mixers[layer]
+    if mixer == "gated_delta_net":
+        net = shape.delta_net
+        assert net is not None
+        return (net.key_heads * net.projected + net.value_heads * net.value_size) * hidden
+    heads = shape.num_attention_heads
+    if mixer == "latent_attention":
+        latent = shape.latent
+        assert latent is not None
+        rank = latent.key_value_rank
+        query = heads * (latent.plain_dim + shape.rotary.dim)
+        keys = (rank + shape.rotary.dim) * hidden
+        keys += heads * (latent.plain_dim + latent.value_dim) * rank
+        output = heads * latent.value_dim * hidden
+        if latent.query_rank is None:
+            return query * hidden + keys + output
+        return latent.query_rank * (hidden + query) + keys + output
+    query = heads * shape.head_dim
+    keys = shape.num_query_groups * shape.head_dim
+    return ((2 + shape.attention_gate) * query + 2 * keys) * hidden
+
+
+def mlp_weights(shape: ModelShape, layer: int) -> int:
+    """Numbers of the matrices by which a layer's MLP multiplies a token, or its router, its shared
+    expert and the chosen experts.
+    """
+    hidden = shape.hidden_size
+    if not shape.moe_layers[layer]:
+        return 3 * shape.ffn_hidden_size * hidden
+    shared = 3 * shape.shared_expert_size + shape.shared_expert_gate
+    experts = 3 * shape.moe_ffn_hidden_size * shape.experts_per_token
+    return (shape.num_experts + shared + experts) * hidden
+
+
+def _head_sizes(shape: ModelShape, mixer: str) -> tuple[int, int]:
+    """Sizes of a head of queries and keys, and of values."""
+    if mixer != "latent_attention":
+        return shape.head_dim, shape.head_dim
+    assert shape.latent is not None
+    return shape.latent.plain_dim + shape.rotary.dim, shape.latent.value_dim
+
+
+def _delta_rule(sizes: DeltaNetSizes, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Forward and backward pass of ``mcore/gated_delta_net/delta_rule.py``, chunk by chunk.
+
+    A chunk that ends early is computed whole, and the last one of a sequence hands on no state.
+    """
+    chunks = np.ceil(lengths / DELTA_CHUNK)
+    handed_on = np.maximum(chunks - 1, 0)
+    size = DELTA_CHUNK
+    key = sizes.key_size
+    value = sizes.value_size
+    of_keys = 2 * (2 * size * size * key) * sizes.key_heads  # keys and queries with keys
+    solved = size * size * (key + value) * sizes.value_heads  # half of a product
+    within = 2 * size * size * value * sizes.value_heads
+    with_state = 2 * size * key * value * sizes.value_heads
+    forward = (of_keys + solved + within + 2 * with_state) * chunks + with_state * handed_on
+    # The system is solved once more, and its own gradient is a whole product.
+    once = 2 * of_keys + 3 * solved + 2 * within + (2 + 3) * with_state
+    return forward, once * chunks + with_state * handed_on

@@ -1,0 +1,124 @@
+"""The formula of a model's floating-point operations against those that a rehearsed step runs."""
+
+import dataclasses
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron_gspo.tools.rehearse.records import RankRecord
+
+from .on_fake_gpu import on_fake_gpu
+
+EXAMPLE = Path(__file__).parents[3] / "examples" / "qwen3_moe" / "tiny_gspo.yaml"
+PROMPT = 40
+RESPONSE = 60  # with the prompt a chunk of the delta rule and a part of one
+
+
+def rehearse(family: str, rank: int, world: int, *overrides: str) -> tuple[RankRecord, Any, Any]:
+    """A rehearsed step of a tiny model of the family, its shape and its config."""
+    from megatron_gspo.config import load_config
+    from megatron_gspo.models import family_of, read_config
+    from megatron_gspo.tools.rehearse.fake_device.cuda_api import fake_cuda
+    from megatron_gspo.tools.rehearse.fake_gpu import FakeGpu
+    from megatron_gspo.tools.rehearse.rehearse_rank import rehearse_rank
+    from tests.support.tiny_models import tiny_config
+
+    folder = Path(tempfile.mkdtemp())
+    (folder / "config.json").write_text(json.dumps(tiny_config(family).to_dict()))
+    config = load_config(
+        EXAMPLE,
+        [
+            f"model.path={folder}",
+            "model.dtype=bfloat16",
+            "parallel.tensor_model_parallel_size=1",
+            "parallel.expert_model_parallel_size=1",
+            f"data.max_prompt_length={PROMPT}",
+            f"rollout.max_response_length={RESPONSE}",
+            "training.log_prob_memory_gib=1e-6",  # logits are computed again
+            "training.micro_batch_size=1",
+            *overrides,
+        ],
+    )
+    gpu = FakeGpu(expert_parallel=config.parallel.expert_model_parallel_size)
+    with fake_cuda(gpu.host):
+        record = rehearse_rank(config, rank, world, gpu)
+    return record, family_of(read_config(folder))[1], config
+
+
+def head_padding(shape: Any, length: int) -> tuple[float, float]:
+    """Forward and backward pass: what attention computes of the zeros that make the heads of
+    queries, keys and values as wide as each other, a multiple of 8.
+    """
+    from megatron_gspo.models.flops import attended_pairs
+
+    if shape.latent is None:
+        return 0.0, 0.0
+    key = shape.latent.plain_dim + shape.rotary.dim
+    value = shape.latent.value_dim
+    width = -(-max(key, value) // 8) * 8
+    pairs = float(attended_pairs(np.array([length]), None)[0])
+    products = 2 * shape.num_attention_heads * shape.num_layers * pairs
+    forward = products * (2 * width - key - value)
+    return forward, products * (3 * (width - key) + 2 * (width - value))
+
+
+def counted(record: RankRecord, phase: str) -> int:
+    return sum(record.flops[phase].values())
+
+
+def assert_agrees(record: RankRecord, shape: Any, config: Any, *, world: int = 1) -> None:
+    """The counts of one of ``world`` equal ranks."""
+    from megatron_gspo.models.flops import forward_flops
+
+    length = PROMPT + RESPONSE
+    forward = forward_flops(shape, np.array([length]), np.array([RESPONSE]))
+    samples = sum(record.micro_batches) / length / world
+    padding, padding_backward = head_padding(shape, length)
+    assert counted(record, "old_log_probs") == samples * (float(forward.total[0]) + padding)
+    trained = float(forward.training()[0])
+    recompute = config.model.recompute_granularity
+    trained += float(forward.recomputed(recompute)[0])
+    passes = 1 if recompute == "none" else 2
+    trained += passes * padding + padding_backward
+    assert counted(record, "forward_backward") == samples * trained
+
+
+@on_fake_gpu
+def test_every_mixer_runs_the_operations_of_the_formula() -> None:
+    """Attention, windows with sinks, latent attention, delta nets with a shared expert; what is
+    recomputed is told apart.
+    """
+    for family, recompute in (
+        ("moe", "none"),
+        ("gpt_oss", "selective"),
+        ("deepseek", "full"),
+        ("next", "none"),
+        ("next", "full"),
+    ):
+        try:
+            assert_agrees(*rehearse(family, 0, 1, f"model.recompute_granularity={recompute}"))
+        except AssertionError as error:
+            raise AssertionError(family, recompute) from error
+
+
+@on_fake_gpu
+def test_context_parallel_ranks_share_the_operations() -> None:
+    """The first of two ranks has a sequence's first and last quarter, whose attention is half."""
+    record, shape, config = rehearse("dense", 0, 2, "parallel.context_parallel_size=2")
+    assert_agrees(record, shape, config, world=2)
+
+
+@on_fake_gpu
+def test_a_value_model_has_a_head_of_one_value() -> None:
+    from megatron_gspo.models.flops import forward_flops
+
+    ppo = ("algorithm.name=ppo", "algorithm.epsilon_low=0.2", "algorithm.epsilon_high=0.2")
+    record, shape, _ = rehearse("dense", 0, 1, *ppo)
+    length = PROMPT + RESPONSE
+    value_shape = dataclasses.replace(shape, value_head=True)
+    forward = forward_flops(value_shape, np.array([length]), np.array([RESPONSE]))
+    samples = sum(record.micro_batches) / length
+    assert counted(record, "values") == samples * float(forward.total[0])
