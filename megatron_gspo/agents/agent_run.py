@@ -89,9 +89,10 @@ class Draw:
 class AgentRun:
     """See the module.
 
-    number, key: by which its requests are known. seed: of the run, from (seed, prompt, sample).
-    reward: as the agent has posted it, None before. response_rewards: by reply id. failure: why a
-    reply could not be drawn, None if all could. over: is set when no call is accepted any more.
+    number, key: by which its requests are known. session_id: by which runners name it, who have one
+    key for all of their runs. seed: of the run, from (seed, prompt, sample). reward: as the agent
+    has posted it, None before. response_rewards: by reply id. failure: why a reply could not be
+    drawn, None if all could. over: is set when no call is accepted any more.
     """
 
     def __init__(
@@ -107,6 +108,7 @@ class AgentRun:
         """takes_rewards: whether the agent scores itself."""
         self.number = number
         self.key = secrets.token_hex(16)
+        self.session_id = secrets.token_hex(8)
         self.seed = seed
         self.tree = SessionTree()
         self.reward: float | None = None

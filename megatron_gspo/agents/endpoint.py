@@ -1,7 +1,8 @@
 """The HTTP server that agents call: the APIs of OpenAI and Anthropic over the runs of a rank.
 
 A run's requests go to `<url>/runs/<number>/v1/...` and carry its key, as a bearer token or as
-`x-api-key`. Runners claim runs at `<url>/tasks/claim`, with a key of their own. Errors have the
+`x-api-key`. Runners claim runs at `<url>/tasks/claim`, with a key of their own. With this key they
+may also play them at `<url>/v1/...`, where the header `x-session-id` names the run. Errors have the
 statuses that the clients of both APIs take as final: 401 for a key that is not, or no longer,
 valid, 404, and 400; 503 alone is tried again.
 """
@@ -84,6 +85,7 @@ class AgentEndpoint:
         self._queue = queue
         self._log = log
         self._runs: dict[int, AgentRun] = {}
+        self._sessions: dict[str, AgentRun] = {}
         self._num_runs = 0
         self._remarks: set[str] = set()
         self._server: web.AppRunner | None = None
@@ -96,17 +98,10 @@ class AgentEndpoint:
                 " the keys of the runs; use it in a private network"
             )
         application = web.Application(client_max_size=MAX_BODY_BYTES)
-        run = "/runs/{number:[0-9]{1,18}}/v1"
-        application.router.add_post(f"{run}/chat/completions", self._handler(chat))
-        application.router.add_post(f"{run}/responses", self._handler(responses))
-        application.router.add_post(f"{run}/messages", self._handler(messages))
-        application.router.add_post(f"{run}/messages/count_tokens", self._count_tokens)
-        application.router.add_get(f"{run}/models", self._models)
-        application.router.add_post(f"{run}/reward", self._reward)
-        application.router.add_post(f"{run}/renew", self._renew)
-        application.router.add_post(f"{run}/end", self._end)
+        self._add_run_routes(application.router, "/runs/{number:[0-9]{1,18}}/v1")
         if self._queue is not None:
             application.router.add_post("/tasks/claim", self._claim_handler(self._queue))
+            self._add_run_routes(application.router, "/v1")
         application.router.add_route("*", "/{path:.*}", _unknown_path)
         self._server = web.AppRunner(
             application, access_log=None, shutdown_timeout=_SHUTDOWN_SECONDS
@@ -145,6 +140,7 @@ class AgentEndpoint:
             takes_rewards=takes_rewards,
         )
         self._runs[run.number] = run
+        self._sessions[run.session_id] = run
         self._num_runs += 1
         return run
 
@@ -160,6 +156,7 @@ class AgentEndpoint:
         """Revoke the key of a run and stop its calls. May be called again."""
         run.end()
         self._runs.pop(run.number, None)
+        self._sessions.pop(run.session_id, None)
 
     async def close(self) -> None:
         """End all runs and stop listening. May be called again."""
@@ -168,6 +165,16 @@ class AgentEndpoint:
         if self._server is not None:
             await self._server.cleanup()
             self._server = None
+
+    def _add_run_routes(self, router: web.UrlDispatcher, prefix: str) -> None:
+        router.add_post(f"{prefix}/chat/completions", self._handler(chat))
+        router.add_post(f"{prefix}/responses", self._handler(responses))
+        router.add_post(f"{prefix}/messages", self._handler(messages))
+        router.add_post(f"{prefix}/messages/count_tokens", self._count_tokens)
+        router.add_get(f"{prefix}/models", self._models)
+        router.add_post(f"{prefix}/reward", self._reward)
+        router.add_post(f"{prefix}/renew", self._renew)
+        router.add_post(f"{prefix}/end", self._end)
 
     def _handler(self, dialect: Dialect) -> Callable[[web.Request], Any]:
         async def handle(request: web.Request) -> web.StreamResponse:
@@ -221,8 +228,9 @@ class AgentEndpoint:
 
     def _claim_handler(self, queue: RunQueue) -> Callable[[web.Request], Any]:
         async def handle(request: web.Request) -> web.Response:
-            if not _has_key(request, queue.key):
-                error = CallError(401, "invalid_runner_key", "the key is not that of runners")
+            try:
+                _check_runner_key(request, queue)
+            except CallError as error:
                 return web.json_response(chat.error_body(error), status=error.status)
             queued = queue.claim()
             if queued is None:
@@ -234,6 +242,7 @@ class AgentEndpoint:
                 "base_url": f"{anthropic_url}/v1",
                 "anthropic_url": anthropic_url,
                 "key": run.key,
+                "session_id": run.session_id,
                 "model": "policy",
                 "lease": queue.lease,
             }
@@ -249,11 +258,27 @@ class AgentEndpoint:
         return web.json_response({"ended": True})
 
     def _authorized(self, request: web.Request) -> AgentRun:
-        run = self._runs.get(int(request.match_info["number"]))
-        if run is None or not _has_key(request, run.key):
+        """The run of a request that has the right to it. Raises CallError 401 for another one."""
+        number = request.match_info.get("number")
+        if number is None:
+            run = self._run_of_session(request)
+        else:
+            run = self._runs.get(int(number))
+            if run is not None and not _has_key(request, run.key):
+                run = None
+        if run is None:
             raise session_over()
         run.touch()
         return run
+
+    def _run_of_session(self, request: web.Request) -> AgentRun | None:
+        """The run that a runner's request names; None if it is over."""
+        assert self._queue is not None, "only runners have sessions"
+        _check_runner_key(request, self._queue)
+        session_id = request.headers.get("x-session-id")
+        if session_id is None:
+            raise invalid_request("the header x-session-id is missing; give session_id of a task")
+        return self._sessions.get(session_id)
 
     def _remark(self, call: Call) -> None:
         """One line for each field that has no effect, when it is first sent."""
@@ -357,6 +382,11 @@ def _has_key(request: web.Request, key: str) -> bool:
     if scheme.lower() == "bearer":
         given.append(token.strip())
     return any(hmac.compare_digest(known.encode(), key.encode()) for known in given)
+
+
+def _check_runner_key(request: web.Request, queue: RunQueue) -> None:
+    if not _has_key(request, queue.key):
+        raise CallError(401, "invalid_runner_key", "the key is not that of runners")
 
 
 def _is_repeated(request: web.Request) -> bool:
