@@ -3,8 +3,8 @@
     prepare -> begin -> reply -> deliver, or abandon if the client has gone meanwhile
 
 A draw goes on when its client has gone, so that time-outs of clients do not prefer short replies:
-an equal call adopts it. Everything here runs in one event loop, rendering and parsing too: they
-take less time than the way to a thread and back.
+an equal call adopts it. Everything here runs in one event loop, rendering and parsing too: what a
+call adds to its prompt is rendered in less time than the way to a thread and back takes.
 """
 
 from __future__ import annotations

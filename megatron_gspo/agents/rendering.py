@@ -146,10 +146,13 @@ class TemplateRendering:
         suffix = self._after_reply(text)
         if suffix is None:
             return "rendering"
-        if self._thinking == "template" and any(message.reasoning for message in known):
-            is_written = _REASONING in self._template(turn, tools, generate=False)
-            if is_written and _REASONING not in text:
-                return "thinking"
+        if (
+            self._thinking == "template"
+            and _REASONING not in text
+            and any(message.reasoning for message in known)
+            and _REASONING in self._template(turn, tools, generate=False)
+        ):
+            return "thinking"
         is_closed = len(reply) > 0 and int(reply[-1]) in self.end_ids
         closing = [] if is_closed else [self.end_ids[0]]
         return np.concatenate([prompt, reply, np.array(closing, np.int64), self._encode(suffix)])
