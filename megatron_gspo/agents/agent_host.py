@@ -80,8 +80,8 @@ class AgentHost:
         """Play runs at the same time; their samples, in order.
 
         max_call_length: tokens of a reply. opened: gets the runs as they begin; one that begins
-        anew takes the place of the earlier. Raises what the
-        generator raises: a run can't go on without its reply, so all are ended.
+        anew takes the place of the earlier. Raises what the generator raises: a run can't go on
+        without its reply, so all are ended.
         """
         async with self._starting:
             if not self._is_listening:

@@ -3,8 +3,8 @@
     prepare -> begin -> reply -> deliver, or abandon if the client has gone meanwhile
 
 A draw goes on when its client has gone, so that time-outs of clients do not prefer short replies:
-an equal call adopts it. Everything here runs in one event loop, rendering and parsing too: they
-take less time than the way to a thread and back.
+an equal call adopts it. Everything here runs in one event loop, rendering and parsing too: what a
+call adds to its prompt is rendered in less time than the way to a thread and back takes.
 """
 
 from __future__ import annotations
@@ -74,6 +74,11 @@ class PreparedCall:
     prompt: np.ndarray
     break_cause: BreakCause | None
 
+    @property
+    def is_trained(self) -> bool:
+        """Whether the reply is of the policy that is trained."""
+        return self.call.model == "policy"
+
 
 @dataclass(eq=False)
 class Draw:
@@ -89,9 +94,10 @@ class Draw:
 class AgentRun:
     """See the module.
 
-    number, key: by which its requests are known. seed: of the run, from (seed, prompt, sample).
-    reward: as the agent has posted it, None before. response_rewards: by reply id. failure: why a
-    reply could not be drawn, None if all could. over: is set when no call is accepted any more.
+    number, key: by which its requests are known. session_id: by which runners name it, who have one
+    key for all of their runs. seed: of the run, from (seed, prompt, sample). reward: as the agent
+    has posted it, None before. response_rewards: by reply id. failure: why a reply could not be
+    drawn, None if all could. over: is set when no call is accepted any more.
     """
 
     def __init__(
@@ -107,6 +113,7 @@ class AgentRun:
         """takes_rewards: whether the agent scores itself."""
         self.number = number
         self.key = secrets.token_hex(16)
+        self.session_id = secrets.token_hex(8)
         self.seed = seed
         self.tree = SessionTree()
         self.reward: float | None = None
@@ -174,39 +181,15 @@ class AgentRun:
         for draw in self._draws.values():
             if draw.node.state == "waiting" and draw.consumer.gone:
                 self.tree.abandon(draw.node)
-        prompt = prepared.prompt
-        trained = prepared.call.model == "policy"
         wanted = self._wanted(prepared)
-        lost = self._lost_reply(prompt, wanted) if trained and is_repeated else None
-        if lost is not None:
-            lost.prepared = prepared
-            lost.consumer = consumer
-            return lost
-        parent = self.tree.parent_of(prompt)
-        growth = self.tree.growth(prompt, parent)
-        room = self._limits.max_run_tokens - self.tree.num_tokens() - growth
-        node = self.tree.adoptable(prompt, wanted, trained=trained)
-        if trained and room < (1 if node is None else node.limits.max_tokens):
-            most = self._limits.max_run_tokens
-            raise over_limit(f"the calls of this run have {most} tokens (max_run_tokens)")
-        if node is not None:
-            self.tree.adopt(node)
-            draw = self._draws[node]
-            draw.prepared = prepared
-            draw.consumer = consumer
-            return draw
-        if self.tree.num_calls >= self._limits.max_calls:
-            raise over_limit(f"the run has made {self._limits.max_calls} calls (max_calls)")
-        tightest = min(wanted.max_tokens, room) if trained else None
-        node = self.tree.begin(prompt, wanted, max_tokens=tightest, trained=trained)
-        if node.occurrence == 0 and prepared.break_cause is not None:
-            self.tree.count_break(prepared.break_cause)
-        seed = self._seed_of(node)
-        known = 0 if parent is None else parent.length
-        task = asyncio.ensure_future(self._generate(prompt, node.limits, seed, known))
-        task.add_done_callback(_retrieve_exception)
-        self._draws[node] = Draw(node, prepared, seed, task, consumer)
-        return self._draws[node]
+        earlier = self._lost_draw(prepared, wanted) if is_repeated else None
+        if earlier is None:
+            earlier = self._adopted_draw(prepared, wanted)
+        if earlier is None:
+            return self._new_draw(prepared, wanted, consumer)
+        earlier.prepared = prepared
+        earlier.consumer = consumer
+        return earlier
 
     async def reply(self, draw: Draw, consumer: Consumer) -> Reply | None:
         """The reply of a draw; None if another client has adopted it.
@@ -356,18 +339,64 @@ class AgentRun:
             cause = "history"
         return prompt, cause
 
-    def _lost_reply(self, prompt: np.ndarray, wanted: CallLimits) -> Draw | None:
+    def _lost_draw(self, prepared: PreparedCall, wanted: CallLimits) -> Draw | None:
         """The last delivered draw of an equal call that nothing continues and whose connection is
         closed."""
+        if not prepared.is_trained:
+            return None
         for draw in reversed(self._last_draws):
             if (
                 draw.consumer.gone
                 and draw.node.wanted == wanted
                 and not draw.node.children
-                and np.array_equal(draw.prepared.prompt, prompt)
+                and np.array_equal(draw.prepared.prompt, prepared.prompt)
             ):
                 return draw
         return None
+
+    def _adopted_draw(self, prepared: PreparedCall, wanted: CallLimits) -> Draw | None:
+        """The draw of an equal call whose client has gone; see `begin`."""
+        prompt = prepared.prompt
+        node = self.tree.adoptable(prompt, wanted, trained=prepared.is_trained)
+        if node is None:
+            return None
+        if prepared.is_trained:
+            self._check_room(
+                self._room(prompt, self.tree.parent_of(prompt)), node.limits.max_tokens
+            )
+        self.tree.adopt(node)
+        return self._draws[node]
+
+    def _new_draw(self, prepared: PreparedCall, wanted: CallLimits, consumer: Consumer) -> Draw:
+        prompt = prepared.prompt
+        parent = self.tree.parent_of(prompt)
+        max_tokens = wanted.max_tokens
+        if prepared.is_trained:
+            room = self._room(prompt, parent)
+            self._check_room(room, 1)
+            max_tokens = min(max_tokens, room)
+        if self.tree.num_calls >= self._limits.max_calls:
+            raise over_limit(f"the run has made {self._limits.max_calls} calls (max_calls)")
+        node = self.tree.begin(prompt, wanted, max_tokens=max_tokens, trained=prepared.is_trained)
+        if node.occurrence == 0 and prepared.break_cause is not None:
+            self.tree.count_break(prepared.break_cause)
+        known = 0 if parent is None else parent.length
+        seed = self._seed_of(node)
+        task = asyncio.ensure_future(self._generate(prompt, node.limits, seed, known))
+        task.add_done_callback(_retrieve_exception)
+        draw = Draw(node, prepared, seed, task, consumer)
+        self._draws[node] = draw
+        return draw
+
+    def _room(self, prompt: np.ndarray, parent: Node | None) -> int:
+        """Tokens that the reply to a prompt may have, so that the rows fit `max_run_tokens`."""
+        growth = self.tree.growth(prompt, parent)
+        return self._limits.max_run_tokens - self.tree.num_tokens() - growth
+
+    def _check_room(self, room: int, needed: int) -> None:
+        if room < needed:
+            most = self._limits.max_run_tokens
+            raise over_limit(f"the calls of this run have {most} tokens (max_run_tokens)")
 
     def _new_branch_cause(self, messages: tuple[Message, ...]) -> BreakCause | None:
         if not self.tree.delivered:

@@ -1,7 +1,8 @@
 """The HTTP server that agents call: the APIs of OpenAI and Anthropic over the runs of a rank.
 
 A run's requests go to `<url>/runs/<number>/v1/...` and carry its key, as a bearer token or as
-`x-api-key`. Runners claim runs at `<url>/tasks/claim`, with a key of their own. Errors have the
+`x-api-key`. Runners claim runs at `<url>/tasks/claim`, with a key of their own. With this key they
+may also play them at `<url>/v1/...`, where the header `x-session-id` names the run. Errors have the
 statuses that the clients of both APIs take as final: 401 for a key that is not, or no longer,
 valid, 404, and 400; 503 alone is tried again.
 """
@@ -13,7 +14,7 @@ import contextlib
 import hmac
 import json
 import socket
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from typing import Any, Protocol
 
 from aiohttp import ClientError, web
@@ -41,6 +42,9 @@ _BACKLOG = 1024  # connections that wait to be accepted
 _SHUTDOWN_SECONDS = 5.0
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
 _EVERYWHERE = ("0.0.0.0", "::")
+
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class Dialect(Protocol):
@@ -84,6 +88,7 @@ class AgentEndpoint:
         self._queue = queue
         self._log = log
         self._runs: dict[int, AgentRun] = {}
+        self._sessions: dict[str, AgentRun] = {}
         self._num_runs = 0
         self._remarks: set[str] = set()
         self._server: web.AppRunner | None = None
@@ -96,36 +101,19 @@ class AgentEndpoint:
                 " the keys of the runs; use it in a private network"
             )
         application = web.Application(client_max_size=MAX_BODY_BYTES)
-        run = "/runs/{number:[0-9]{1,18}}/v1"
-        application.router.add_post(f"{run}/chat/completions", self._handler(chat))
-        application.router.add_post(f"{run}/responses", self._handler(responses))
-        application.router.add_post(f"{run}/messages", self._handler(messages))
-        application.router.add_post(f"{run}/messages/count_tokens", self._count_tokens)
-        application.router.add_get(f"{run}/models", self._models)
-        application.router.add_post(f"{run}/reward", self._reward)
-        application.router.add_post(f"{run}/renew", self._renew)
-        application.router.add_post(f"{run}/end", self._end)
+        self._add_run_routes(application.router, "/runs/{number:[0-9]{1,18}}/v1")
         if self._queue is not None:
-            application.router.add_post("/tasks/claim", self._claim_handler(self._queue))
-        application.router.add_route("*", "/{path:.*}", _unknown_path)
+            application.router.add_post("/tasks/claim", _answering(chat, self._claim))
+            self._add_run_routes(application.router, "/v1")
+        application.router.add_route("*", "/{path:.*}", _answering(chat, _refuse_path))
         self._server = web.AppRunner(
             application, access_log=None, shutdown_timeout=_SHUTDOWN_SECONDS
         )
         await self._server.setup()
-        is_ipv6 = ":" in self._listen
-        family = socket.AF_INET6 if is_ipv6 else socket.AF_INET
-        try:
-            listener = socket.create_server((self._listen, self._port), family=family)
-        except OSError as error:
-            raise InputError(
-                f"agents.listen = {self._listen}: port {self._port} can't be opened"
-                f" ({(error.strerror or str(error)).lower()}); give an address of this machine and a"
-                " free port"
-            ) from error
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
+        listener = self._open_listener()
         await web.SockSite(self._server, listener, backlog=_BACKLOG).start()
-        host = f"[{self._listen}]" if is_ipv6 else self._listen
         port = listener.getsockname()[1]
+        host = f"[{self._listen}]" if ":" in self._listen else self._listen
         self.url = f"http://{host}:{port}"
         if self._queue is not None:
             name = socket.gethostname() if self._listen in _EVERYWHERE else host
@@ -145,6 +133,7 @@ class AgentEndpoint:
             takes_rewards=takes_rewards,
         )
         self._runs[run.number] = run
+        self._sessions[run.session_id] = run
         self._num_runs += 1
         return run
 
@@ -160,6 +149,7 @@ class AgentEndpoint:
         """Revoke the key of a run and stop its calls. May be called again."""
         run.end()
         self._runs.pop(run.number, None)
+        self._sessions.pop(run.session_id, None)
 
     async def close(self) -> None:
         """End all runs and stop listening. May be called again."""
@@ -169,7 +159,30 @@ class AgentEndpoint:
             await self._server.cleanup()
             self._server = None
 
-    def _handler(self, dialect: Dialect) -> Callable[[web.Request], Any]:
+    def _open_listener(self) -> socket.socket:
+        family = socket.AF_INET6 if ":" in self._listen else socket.AF_INET
+        try:
+            listener = socket.create_server((self._listen, self._port), family=family)
+        except OSError as error:
+            raise InputError(
+                f"agents.listen = {self._listen}: port {self._port} can't be opened"
+                f" ({(error.strerror or str(error)).lower()}); give an address of this machine and a"
+                " free port"
+            ) from error
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
+        return listener
+
+    def _add_run_routes(self, router: web.UrlDispatcher, prefix: str) -> None:
+        router.add_post(f"{prefix}/chat/completions", self._call_handler(chat))
+        router.add_post(f"{prefix}/responses", self._call_handler(responses))
+        router.add_post(f"{prefix}/messages", self._call_handler(messages))
+        router.add_post(f"{prefix}/messages/count_tokens", _answering(messages, self._count_tokens))
+        router.add_get(f"{prefix}/models", _answering(chat, self._models))
+        router.add_post(f"{prefix}/reward", _answering(chat, self._reward))
+        router.add_post(f"{prefix}/renew", _answering(chat, self._renew))
+        router.add_post(f"{prefix}/end", _answering(chat, self._end))
+
+    def _call_handler(self, dialect: Dialect) -> Handler:
         async def handle(request: web.Request) -> web.StreamResponse:
             try:
                 run = self._authorized(request)
@@ -179,81 +192,84 @@ class AgentEndpoint:
                 consumer = _Connection(request)
                 draw = run.begin(prepared, consumer, is_repeated=_is_repeated(request))
             except CallError as error:
-                return web.json_response(dialect.error_body(error), status=error.status)
+                return _error_response(dialect, error)
             exchange = _Exchange(request, dialect, run, draw, consumer, call)
             return await (exchange.stream() if call.stream else exchange.answer())
 
         return handle
 
-    async def _count_tokens(self, request: web.Request) -> web.Response:
-        try:
-            run = self._authorized(request)
-            prepared = run.prepare(messages.parse_call(await _read_object(request)))
-        except CallError as error:
-            return web.json_response(messages.error_body(error), status=error.status)
-        return web.json_response(messages.token_count(len(prepared.prompt)))
+    async def _count_tokens(self, request: web.Request) -> dict[str, Any]:
+        run = self._authorized(request)
+        prepared = run.prepare(messages.parse_call(await _read_object(request)))
+        return messages.token_count(len(prepared.prompt))
 
-    async def _models(self, request: web.Request) -> web.Response:
-        try:
-            self._authorized(request)
-        except CallError as error:
-            return web.json_response(chat.error_body(error), status=error.status)
-        return web.json_response(fields.model_list())
+    async def _models(self, request: web.Request) -> dict[str, Any]:
+        self._authorized(request)
+        return fields.model_list()
 
-    async def _reward(self, request: web.Request) -> web.Response:
-        try:
-            run = self._authorized(request)
-            body = await _read_object(request)
-            given = body.get("response_id")
-            reply_id = "" if given is None else reply_id_of(given) or "unknown"
-            run.set_reward(body.get("reward"), reply_id)
-        except CallError as error:
-            return web.json_response(chat.error_body(error), status=error.status)
-        return web.json_response({"reward": float(body["reward"])})
+    async def _reward(self, request: web.Request) -> dict[str, Any]:
+        run = self._authorized(request)
+        body = await _read_object(request)
+        given = body.get("response_id")
+        reply_id = "" if given is None else reply_id_of(given) or "unknown"
+        run.set_reward(body.get("reward"), reply_id)
+        return {"reward": float(body["reward"])}
 
-    async def _renew(self, request: web.Request) -> web.Response:
+    async def _renew(self, request: web.Request) -> dict[str, Any]:
         """Any request renews the lease of a run; this one does nothing else."""
-        try:
-            self._authorized(request)
-        except CallError as error:
-            return web.json_response(chat.error_body(error), status=error.status)
-        return web.json_response({"renewed": True})
+        self._authorized(request)
+        return {"renewed": True}
 
-    def _claim_handler(self, queue: RunQueue) -> Callable[[web.Request], Any]:
-        async def handle(request: web.Request) -> web.Response:
-            if not _has_key(request, queue.key):
-                error = CallError(401, "invalid_runner_key", "the key is not that of runners")
-                return web.json_response(chat.error_body(error), status=error.status)
-            queued = queue.claim()
-            if queued is None:
-                return web.json_response({"task": None})
-            run = queued.run
-            # As the runner reaches this machine, which may be over a tunnel.
-            anthropic_url = f"{request.scheme}://{request.host}/runs/{run.number}"
-            addresses = {
-                "base_url": f"{anthropic_url}/v1",
-                "anthropic_url": anthropic_url,
-                "key": run.key,
-                "model": "policy",
-                "lease": queue.lease,
-            }
-            return web.json_response({"task": {**queued.task, **addresses}})
+    async def _end(self, request: web.Request) -> dict[str, Any]:
+        self.end_run(self._authorized(request))
+        return {"ended": True}
 
-        return handle
-
-    async def _end(self, request: web.Request) -> web.Response:
-        try:
-            self.end_run(self._authorized(request))
-        except CallError as error:
-            return web.json_response(chat.error_body(error), status=error.status)
-        return web.json_response({"ended": True})
+    async def _claim(self, request: web.Request) -> dict[str, Any]:
+        queue = self._queue_of_runner(request)
+        queued = queue.claim()
+        if queued is None:
+            return {"task": None}
+        run = queued.run
+        # As the runner reaches this machine, which may be over a tunnel.
+        anthropic_url = f"{request.scheme}://{request.host}/runs/{run.number}"
+        addresses = {
+            "base_url": f"{anthropic_url}/v1",
+            "anthropic_url": anthropic_url,
+            "key": run.key,
+            "session_id": run.session_id,
+            "model": "policy",
+            "lease": queue.lease,
+        }
+        return {"task": {**queued.task, **addresses}}
 
     def _authorized(self, request: web.Request) -> AgentRun:
-        run = self._runs.get(int(request.match_info["number"]))
-        if run is None or not _has_key(request, run.key):
+        """The run of a request that has the right to it. Raises CallError 401 for another one."""
+        number = request.match_info.get("number")
+        if number is None:
+            run = self._run_of_session(request)
+        else:
+            run = self._runs.get(int(number))
+            if run is not None and not _has_key(request, run.key):
+                run = None
+        if run is None:
             raise session_over()
         run.touch()
         return run
+
+    def _run_of_session(self, request: web.Request) -> AgentRun | None:
+        """The run that a runner's request names; None if it is over."""
+        self._queue_of_runner(request)
+        session_id = request.headers.get("x-session-id")
+        if session_id is None:
+            raise invalid_request("the header x-session-id is missing; give session_id of a task")
+        return self._sessions.get(session_id)
+
+    def _queue_of_runner(self, request: web.Request) -> RunQueue:
+        """The queue. Raises CallError 401 for a request without the key of runners."""
+        assert self._queue is not None, "runners have no path without a queue"
+        if not _has_key(request, self._queue.key):
+            raise CallError(401, "invalid_runner_key", "the key is not that of runners")
+        return self._queue
 
     def _remark(self, call: Call) -> None:
         """One line for each field that has no effect, when it is first sent."""
@@ -310,7 +326,7 @@ class _Exchange:
                 self._deliver(reply)
             return response
         except CallError as error:
-            return web.json_response(self._dialect.error_body(error), status=error.status)
+            return _error_response(self._dialect, error)
         finally:
             self._run.abandon(self._draw, self._consumer)
 
@@ -350,6 +366,24 @@ class _Exchange:
             self._run.deliver(self._draw, self._consumer, reply)
 
 
+def _answering(
+    dialect: Dialect, answer: Callable[[web.Request], Awaitable[dict[str, Any]]]
+) -> Handler:
+    """A handler that sends what `answer` returns, or the CallError that it raises."""
+
+    async def handle(request: web.Request) -> web.StreamResponse:
+        try:
+            return web.json_response(await answer(request))
+        except CallError as error:
+            return _error_response(dialect, error)
+
+    return handle
+
+
+def _error_response(dialect: Dialect, error: CallError) -> web.Response:
+    return web.json_response(dialect.error_body(error), status=error.status)
+
+
 def _has_key(request: web.Request, key: str) -> bool:
     """Whether a request carries this key."""
     scheme, _, token = request.headers.get("Authorization", "").partition(" ")
@@ -374,9 +408,8 @@ def _adopted_elsewhere() -> web.Response:
     return web.Response(status=499)
 
 
-async def _unknown_path(request: web.Request) -> web.Response:
-    error = CallError(404, "not_found", f"{request.method} {request.path[:200]} is not served")
-    return web.json_response(chat.error_body(error), status=error.status)
+async def _refuse_path(request: web.Request) -> dict[str, Any]:
+    raise CallError(404, "not_found", f"{request.method} {request.path[:200]} is not served")
 
 
 async def _read_object(request: web.Request) -> dict[str, Any]:

@@ -98,17 +98,23 @@ def next_run(control: socket.socket) -> FunctionRun | None:
             elif run not in open_runs:
                 continue  # another event of the same moment was its end
             elif key.fileobj is run.connection:
+                # The trainer has closed it.
                 selector.unregister(run.connection)
                 signal.pidfd_send_signal(run.keeper, signal.SIGTERM)
             else:
                 open_runs.remove(run)
-                code = os.waitstatus_to_exitcode(os.waitpid(run.keeper_pid, 0)[1])
-                selector.unregister(run.keeper)
-                with contextlib.suppress(KeyError):  # the connection was closed first
-                    selector.unregister(run.connection)
-                with contextlib.suppress(OSError):
-                    run.connection.send(f"code {code}\n".encode())
-                run.close()
+                _report_end(run, selector)
+
+
+def _report_end(run: _KeptRun, selector: selectors.BaseSelector) -> None:
+    """Tell the trainer the exit code of a run whose keeper has ended."""
+    code = os.waitstatus_to_exitcode(os.waitpid(run.keeper_pid, 0)[1])
+    selector.unregister(run.keeper)
+    with contextlib.suppress(KeyError):  # the trainer has closed the connection
+        selector.unregister(run.connection)
+    with contextlib.suppress(OSError):
+        run.connection.send(f"code {code}\n".encode())
+    run.close()
 
 
 def _begin(request: FunctionRun, server: int, connection: socket.socket) -> None:

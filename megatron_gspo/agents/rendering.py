@@ -33,9 +33,14 @@ from megatron_gspo.errors import InputError, first_line
 Thinking = Literal["template", "keep"]
 """Whether reasoning leaves the prompt where the chat template drops it, or never."""
 
-# Marks within the messages that the chat template writes for a suffix.
-_REPLY = "\ue000reply\ue001"
-_REASONING = "\ue000reasoning\ue001"
+# Marks begin and end with characters to which Unicode gives no meaning.
+_MARK = "\ue000"
+_MARK_END = "\ue001"
+# In place of a reply and its reasoning, to find what the chat template writes around them.
+_REPLY = f"{_MARK}reply{_MARK_END}"
+_REASONING = f"{_MARK}reasoning{_MARK_END}"
+# In place of a special token in a message, by the token's number.
+_GUARD = re.compile(f"{_MARK}([0-9]+){_MARK_END}")
 _TAIL = 16  # tokens at the end of a prompt that show whether reasoning is open
 
 
@@ -134,18 +139,20 @@ class TemplateRendering:
         tools: Sequence[Tool],
     ) -> np.ndarray | BreakCause:
         """See `Rendering.extend`."""
-        last = known[-1]
-        marked = Message("assistant", _REPLY, _REASONING, last.tool_calls)
-        # The template sees the last turn alone; tools stand before it.
-        turn = [Message("user", "-"), marked]
+        # The template writes a conversation that has the last reply alone, with a mark in its place.
+        reply_mark = Message("assistant", _REPLY, _REASONING, known[-1].tool_calls)
+        turn = [Message("user", "-"), reply_mark]
         text = self._template([*turn, *new], tools)
         suffix = self._after_reply(text)
         if suffix is None:
             return "rendering"
-        if self._thinking == "template" and any(message.reasoning for message in known):
-            is_written = _REASONING in self._template(turn, tools, generate=False)
-            if is_written and _REASONING not in text:
-                return "thinking"
+        if (
+            self._thinking == "template"
+            and _REASONING not in text
+            and any(message.reasoning for message in known)
+            and _REASONING in self._template(turn, tools, generate=False)
+        ):
+            return "thinking"
         is_closed = len(reply) > 0 and int(reply[-1]) in self.end_ids
         closing = [] if is_closed else [self.end_ids[0]]
         return np.concatenate([prompt, reply, np.array(closing, np.int64), self._encode(suffix)])
@@ -196,7 +203,9 @@ class TemplateRendering:
         return behind_mark[position + len(end) :]
 
     def _encode(self, text: str) -> np.ndarray:
-        if "\ue000" not in text:
+        """The token ids of what the template has written. What stood in messages is encoded as
+        text, also where it looks like a special token."""
+        if _MARK not in text:
             return np.array(self._tokenizer.encode(text, add_special_tokens=False), dtype=np.int64)
         ids: list[int] = []
         for piece in self._special_pattern.split(text):
@@ -213,7 +222,7 @@ class TemplateRendering:
         """A value of messages with a mark in place of each special token in its texts."""
         if isinstance(value, str):
             return self._special_pattern.sub(
-                lambda match: f"\ue000{self._special.index(match[0])}\ue001", value
+                lambda match: f"{_MARK}{self._special.index(match[0])}{_MARK_END}", value
             )
         if isinstance(value, dict):
             return {self._guarded(key): self._guarded(item) for key, item in value.items()}
@@ -222,13 +231,13 @@ class TemplateRendering:
         return value
 
     def _restored(self, text: str) -> str:
-        return re.sub(
-            "\ue000([0-9]+)\ue001",
-            lambda match: (
-                self._special[int(match[1])] if int(match[1]) < len(self._special) else match[0]
-            ),
-            text,
-        )
+        """A text with the special tokens that `_guarded` has taken out."""
+
+        def token_of(mark: re.Match[str]) -> str:
+            number = int(mark[1])
+            return self._special[number] if number < len(self._special) else mark[0]
+
+        return _GUARD.sub(token_of, text)
 
     def _check_suffix(self) -> None:
         """Raise RenderingError if the suffix depends on what stands before the last turn."""
