@@ -98,3 +98,33 @@ def logit_gradient(
 @logit_gradient.register_fake
 def _(logits: Tensor, labels: Tensor, first: int, factors: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.empty_like(logits, dtype=dtype)
+
+
+@torch.library.custom_op("megatron_gspo::copy_rows", mutates_args=())
+def copy_rows(x: Tensor, source: Tensor) -> Tensor:
+    """Row ``source[i]`` of ``x`` [n, d] as row i, [c, d]: see ``row_copies.py``. Without a gradient
+    of its own.
+    """
+    from megatron_gspo.kernels import row_copies
+
+    return row_copies.copy_rows(x, source)
+
+
+@copy_rows.register_fake
+def _(x: Tensor, source: Tensor) -> Tensor:
+    return x.new_empty(source.shape[0], x.shape[1])
+
+
+@torch.library.custom_op("megatron_gspo::sum_rows", mutates_args=())
+def sum_rows(x: Tensor, slot: Tensor) -> Tensor:
+    """The sum of the rows ``slot[i]`` of ``x`` [c, d] as row i, [n, d]: see ``row_copies.py``.
+    Without a gradient of its own.
+    """
+    from megatron_gspo.kernels import row_copies
+
+    return row_copies.sum_rows(x, slot)
+
+
+@sum_rows.register_fake
+def _(x: Tensor, slot: Tensor) -> Tensor:
+    return x.new_empty(slot.shape[0], x.shape[1])

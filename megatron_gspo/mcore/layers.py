@@ -46,8 +46,10 @@ class FusedSequentialMLP(SequentialMLP):
         if isinstance(tokens_per_expert, LastExpertFirst):
             experts.reverse()
             counts = tokens_per_expert.counts
+            copies = tokens_per_expert.copies
         else:
             counts = tokens_per_expert
+            copies = None
         up = [expert.linear_fc1 for expert in experts]
         down = [expert.linear_fc2 for expert in experts]
         for linear in up + down:
@@ -66,7 +68,9 @@ class FusedSequentialMLP(SequentialMLP):
         )
         unit = _unit_of(self.config)
         assert unit is not None
-        output = gated_experts(permuted_local_hidden_states, permuted_probs, counts, weights, unit)
+        output = gated_experts(
+            permuted_local_hidden_states, permuted_probs, counts, weights, unit, copies
+        )
         return output, None
 
 
@@ -99,7 +103,7 @@ def use_own_operators(model: torch.nn.Module, shape: ModelShape) -> None:
             and isinstance(module.experts, FusedSequentialMLP)
             and isinstance(module.token_dispatcher, MoEStaticTokenDispatcher)
         ):
-            module.token_dispatcher.give_last_first()
+            module.token_dispatcher.last_first = True
 
 
 def _name_as_transformer_engine(layer: TransformerLayer) -> None:

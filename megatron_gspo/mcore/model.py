@@ -17,6 +17,7 @@ from megatron_gspo.mcore.layers import (
 from megatron_gspo.mcore.megatron_options import MegatronOptions, construct, rejections
 from megatron_gspo.mcore.mixers import mixer_options, mixers_of
 from megatron_gspo.mcore.process_groups import ProcessGroups
+from megatron_gspo.mcore.router import use_exact_routers
 from megatron_gspo.mcore.routing_replay.router_hooks import attach_router_hooks
 from megatron_gspo.mcore.token_dispatchers import use_own_dispatchers
 from megatron_gspo.mcore.value_head import ValueHead
@@ -196,6 +197,7 @@ def build_model(
         if shape.value_head and chunk.post_process:
             chunk.output_layer = ValueHead(config)
         use_own_dispatchers(chunk)
+        use_exact_routers(chunk)
         if not engine:
             use_own_operators(chunk, shape)
         if shape.is_moe:

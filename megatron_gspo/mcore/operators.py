@@ -23,6 +23,7 @@ from megatron_gspo.mcore.expert_products import (
     LoopedProducts,
 )
 from megatron_gspo.mcore.gated_units import SWIGLU, GatedUnit, scaled
+from megatron_gspo.mcore.token_copies import TokenCopies
 from megatron_gspo.parallel.autograd_context import AutogradContext
 
 T = TypeVar("T")
@@ -265,12 +266,14 @@ def gated_experts(
     counts: Tensor,
     weights: ExpertWeights[Tensor],
     unit: GatedUnit = SWIGLU,
+    copies: TokenCopies | None = None,
 ) -> Tensor:
     """Gated experts over rows sorted by expert, each row's output times its routing probability;
     [n, h].
 
     ``x`` [n, h]; ``probs`` [n]; ``counts`` [experts]: rows of each expert. On a GPU in bfloat16 the
-    host doesn't read ``counts``.
+    host doesn't read ``counts``. copies: with them ``x`` [tokens, h] is tokens, and the rows are
+    these copies. They are made again in the backward pass, so that only tokens are kept for it.
     """
     if grouped_products_apply(x, *row_widths(weights)):
         if counts.device != x.device:  # expert parallelism has them on the host
@@ -278,7 +281,8 @@ def gated_experts(
         products: ExpertProducts = GroupedProducts.of(counts)
     else:
         products = LoopedProducts(counts.tolist())
-    return _GatedExperts.apply(x, probs, products, unit, weights.structure(), *weights.tensors())
+    structure = weights.structure()
+    return _GatedExperts.apply(x, probs, products, unit, copies, structure, *weights.tensors())
 
 
 def grouped_products_apply(x: Tensor, *widths: int) -> bool:
@@ -298,6 +302,7 @@ def grouped_products_apply(x: Tensor, *widths: int) -> bool:
 class _ExpertsContext(AutogradContext, Protocol):
     products: ExpertProducts
     unit: GatedUnit
+    copies: TokenCopies | None
     structure: ExpertWeights[None]
 
 
@@ -309,22 +314,26 @@ class _GatedExperts(torch.autograd.Function):
         probs: Tensor,
         products: ExpertProducts,
         unit: GatedUnit,
+        copies: TokenCopies | None,
         structure: ExpertWeights[None],
         *tensors: Tensor,
     ) -> Tensor:
         weights = structure.replaced(tensors)
-        hidden = _linear(products, x, weights.up, weights.up_adapter)
+        rows = x if copies is None else copies.copy(x)
+        hidden = _linear(products, rows, weights.up, weights.up_adapter)
+        del rows
         if weights.up_bias:
-            hidden += products.repeated(weights.up_bias, len(x))
+            hidden += products.repeated(weights.up_bias, len(probs))
         ctx.products = products
         ctx.unit = unit
+        ctx.copies = copies
         ctx.structure = structure
         ctx.save_for_backward(x, probs, hidden, *tensors)
         product = unit.scaled_product(hidden, probs)
         out = _linear(products, product, weights.down, weights.down_adapter)
         if weights.down_bias:
             out += scaled(
-                products.repeated(weights.down_bias, len(x)), probs * weights.down_bias_share
+                products.repeated(weights.down_bias, len(probs)), probs * weights.down_bias_share
             )
         return out
 
@@ -346,9 +355,13 @@ class _GatedExperts(torch.autograd.Function):
         down_bias: Sequence[Tensor] = ()
         if weights.down_bias:
             share = weights.down_bias_share
-            grad_probs += (grad * products.repeated(weights.down_bias, len(x))).sum(1) * share
+            grad_probs += (grad * products.repeated(weights.down_bias, len(probs))).sum(1) * share
             down_bias = products.sums(scaled(grad, probs))
         grad_x, grad_low = _row_gradient(products, grad_hidden, weights.up, weights.up_adapter)
+        if ctx.copies is not None:
+            grad_x = ctx.copies.sum(grad_x)
+            if any(wanted.up) or weights.up_adapter is not None:
+                x = ctx.copies.copy(x)
         up = _weight_gradients(products, grad_hidden, grad_low, x, weights.up_adapter, wanted.up)
         up_bias = products.sums(grad_hidden) if weights.up_bias else ()
         gradients: ExpertWeights[Tensor | None] = ExpertWeights(
@@ -359,7 +372,7 @@ class _GatedExperts(torch.autograd.Function):
             up_adapter=up.adapter,
             down_adapter=down.adapter,
         )
-        return grad_x, grad_probs.to(probs.dtype), None, None, None, *gradients.tensors()
+        return grad_x, grad_probs.to(probs.dtype), None, None, None, None, *gradients.tensors()
 
 
 @dataclass(frozen=True)

@@ -9,12 +9,15 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megatron_gspo.kernels import row_kernels_apply
+from megatron_gspo.kernels.operators import copy_rows, sum_rows
+from megatron_gspo.mcore.device_copies import copy_to_device
 from megatron_gspo.parallel.autograd_context import AutogradContext
 
 
 @dataclass(frozen=True)
 class TokenCopies:
-    """k copies of each of n tokens, sorted by expert, then token.
+    """k copies of each of n tokens, sorted by expert.
 
     token: [n k], the token that each copy is of. entry: [n k], its place in the flattened map of
     tokens and experts. slot: [n, k], where the copies of each token are, from its first expert on.
@@ -43,25 +46,49 @@ class TokenCopies:
             slot = slot.flip(1)
         return cls(token, token * experts + expert, slot)
 
+    @classmethod
+    def of_chunks(cls, sizes: Tensor, order: Tensor, device: torch.device) -> TokenCopies:
+        """One copy of each row, with the chunks that rows come in put in another order.
+
+        ``sizes`` [chunks]: rows of each chunk; ``order`` [chunks]: which chunk comes first, second
+        and so on; both on the host.
+        """
+        starts = sizes.cumsum(0) - sizes
+        sorted_sizes = sizes[order]
+        distance = starts[order] - (sorted_sizes.cumsum(0) - sorted_sizes)
+        distance_back = torch.empty_like(distance)
+        distance_back[order] = -distance
+        values = dict(there=distance, size=sorted_sizes, back=distance_back, size_back=sizes)
+        moved = copy_to_device(values, device)
+        count = int(sizes.sum())
+        positions = torch.arange(count, device=device)
+        row = positions + moved["there"].repeat_interleave(moved["size"], output_size=count)
+        slot = positions + moved["back"].repeat_interleave(moved["size_back"], output_size=count)
+        return cls(row, row, slot[:, None])
+
+    def copy(self, x: Tensor) -> Tensor:
+        """Tokens [n, d] to copies [n k, d]; without a gradient."""
+        if row_kernels_apply(x):
+            return copy_rows(x, self.token)
+        return x.index_select(0, self.token)
+
+    def sum(self, x: Tensor) -> Tensor:
+        """Copies [n k, d] to the sum of each token's copies, [n, d], without a gradient; from its
+        first expert on, unlike a scatter.
+        """
+        if row_kernels_apply(x):
+            return sum_rows(x, self.slot)
+        return torch.nn.functional.embedding_bag(self.slot, x, mode="sum")
+
 
 def copy_tokens(x: Tensor, copies: TokenCopies) -> Tensor:
-    """Tokens [n, d] to copies [n k, d]."""
+    """``copies.copy`` with a gradient."""
     return _CopyTokens.apply(x, copies)
 
 
 def sum_copies(x: Tensor, copies: TokenCopies) -> Tensor:
-    """Copies [n k, d] to the sum of each token's copies, [n, d]; from its first expert on, unlike
-    a scatter.
-    """
+    """``copies.sum`` with a gradient."""
     return _SumCopies.apply(x, copies)
-
-
-def _gather(x: Tensor, copies: TokenCopies) -> Tensor:
-    return x.index_select(0, copies.token)
-
-
-def _sum(x: Tensor, copies: TokenCopies) -> Tensor:
-    return torch.nn.functional.embedding_bag(copies.slot, x, mode="sum")
 
 
 class _CopiesContext(AutogradContext, Protocol):
@@ -72,21 +99,21 @@ class _CopyTokens(torch.autograd.Function):
     @staticmethod
     def forward(ctx: _CopiesContext, x: Tensor, copies: TokenCopies) -> Tensor:
         ctx.copies = copies
-        return _gather(x, copies)
+        return copies.copy(x)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: _CopiesContext, grad: Tensor) -> tuple[Tensor, None]:
-        return _sum(grad.contiguous(), ctx.copies), None
+        return ctx.copies.sum(grad.contiguous()), None
 
 
 class _SumCopies(torch.autograd.Function):
     @staticmethod
     def forward(ctx: _CopiesContext, x: Tensor, copies: TokenCopies) -> Tensor:
         ctx.copies = copies
-        return _sum(x, copies)
+        return copies.sum(x)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: _CopiesContext, grad: Tensor) -> tuple[Tensor, None]:
-        return _gather(grad, ctx.copies), None
+        return ctx.copies.copy(grad), None

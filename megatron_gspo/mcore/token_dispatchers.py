@@ -5,6 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from megatron.core.tensor_parallel import (
+    gather_from_sequence_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.token_dispatcher import (
     MoEAlltoAllTokenDispatcher,
@@ -17,11 +21,15 @@ from megatron_gspo.mcore.token_copies import TokenCopies, copy_tokens, sum_copie
 
 @dataclass(frozen=True)
 class LastExpertFirst:
-    """How many rows each of this rank's experts has, [experts], where the last expert's rows come
-    first. In this order the experts' weights are in Megatron's parameter buffer.
+    """What rows a rank's experts get, the last expert's first. In this order the experts' weights
+    are in Megatron's parameter buffer.
+
+    counts: [experts], rows of each expert, the last first. copies: where the experts get tokens, and
+    their rows are these copies.
     """
 
     counts: Tensor
+    copies: TokenCopies | None = None
 
 
 class MoEStaticTokenDispatcher(MoEAlltoAllTokenDispatcher):
@@ -29,23 +37,18 @@ class MoEStaticTokenDispatcher(MoEAlltoAllTokenDispatcher):
     experts.
 
     Megatron's own selects by a mask, for which the host waits twice per pass, and adds up a token's
-    experts in the dtype of the activations.
+    experts in the dtype of the activations. What a rank receives it cuts into chunks, one for each
+    expert and rank, and joins them again.
 
     last_first: it gives the experts a `LastExpertFirst` in place of the number of their tokens.
     """
 
     last_first: bool = False
-    copies: TokenCopies | None = None  # between dispatch and combine
+    # Between dispatch and combine:
+    copies: TokenCopies | None = None
+    received: TokenCopies | None = None
     probs: Tensor | None = None
     tokens_per_expert: Tensor | None = None
-
-    def give_last_first(self) -> None:
-        """From now on sort the rows of this rank's experts from the last to the first."""
-        self.last_first = True
-        received = self.sort_input_by_local_experts.view(self.num_local_experts, -1)
-        self.sort_input_by_local_experts = received.flip(0).ravel()
-        returned = self.restore_output_by_local_experts.view(-1, self.num_local_experts)
-        self.restore_output_by_local_experts = returned.flip(1).ravel()
 
     def dispatch_preprocess(
         self, hidden_states: Tensor, routing_map: Tensor, probs: Tensor
@@ -55,8 +58,14 @@ class MoEStaticTokenDispatcher(MoEAlltoAllTokenDispatcher):
         self.probs = probs.detach()  # combine_preprocess reads its dtype
         self.hidden_shape = hidden_states.shape
         self.copies = self._copies(routing_map)
-        rows = copy_tokens(hidden_states.reshape(-1, hidden_states.shape[-1]), self.copies)
+        tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
+        rows = tokens if self._experts_copy else copy_tokens(tokens, self.copies)
         return rows, probs.reshape(-1).index_select(0, self.copies.entry)
+
+    @property
+    def _experts_copy(self) -> bool:
+        """Whether the experts get tokens, and copy them."""
+        return False
 
     def _copies(self, routing_map: Tensor) -> TokenCopies:
         return TokenCopies.of(routing_map, self.config.moe_router_topk)
@@ -64,14 +73,49 @@ class MoEStaticTokenDispatcher(MoEAlltoAllTokenDispatcher):
     def dispatch_postprocess(
         self, global_input_tokens: Tensor, global_probs: Tensor
     ) -> tuple[Tensor, Tensor | LastExpertFirst, Tensor]:
-        rows, counts, probs = super().dispatch_postprocess(global_input_tokens, global_probs)
-        if not self.last_first:
-            return rows, counts, probs
+        rows = global_input_tokens
+        probs = global_probs
+        if self.tp_size > 1:
+            splits = self.output_splits_tp.tolist()
+            rows, probs = (
+                gather_from_sequence_parallel_region(
+                    tensor, group=self.tp_group, output_split_sizes=splits
+                )
+                for tensor in (rows, probs)
+            )
+        for point in ("before_permutation_2", "before_finish"):
+            self.tokens_per_expert = self._maybe_dtoh_and_synchronize(point, self.tokens_per_expert)
+        counts = self.tokens_per_expert
+        assert counts is not None
         if self.num_local_experts > 1:
-            # The sizes of what combine_preprocess sends back.
-            sizes = self.num_global_tokens_per_local_expert
-            self.num_global_tokens_per_local_expert = sizes.flip(1)
-        return rows, LastExpertFirst(counts.flip(0)), probs
+            self.received = self._received(rows.device)
+            rows = copy_tokens(rows, self.received)
+            probs = probs.index_select(0, self.received.entry)
+        if self.last_first:
+            return rows, LastExpertFirst(counts.flip(0)), probs
+        return rows, counts, probs
+
+    def _received(self, device: torch.device) -> TokenCopies:
+        """The rows that this rank received, one chunk for each rank and expert, by expert."""
+        sizes = self.num_global_tokens_per_local_expert
+        order = torch.arange(sizes.numel()).view(sizes.shape).t()
+        if self.last_first:
+            order = order.flip(0)
+        return TokenCopies.of_chunks(sizes.ravel(), order.ravel(), device)
+
+    def combine_preprocess(self, hidden_states: Tensor) -> Tensor:
+        rows = hidden_states
+        if self.received is not None:
+            rows = sum_copies(rows, self.received)
+            self.received = None
+        if self.tp_size > 1:
+            assert self.probs is not None
+            rows = reduce_scatter_to_sequence_parallel_region(
+                rows.to(self.probs.dtype),
+                group=self.tp_group,
+                input_split_sizes=self.output_splits_tp.tolist(),
+            ).to(rows.dtype)
+        return rows
 
     def combine_postprocess(self, permutated_local_input_tokens: Tensor) -> Tensor:
         assert self.copies is not None, "dispatch_preprocess comes first"
@@ -96,6 +140,10 @@ class MoELocalTokenDispatcher(MoEStaticTokenDispatcher):
     ) -> Tensor | None:
         return tokens_per_expert  # no collective needs sizes on the host
 
+    @property
+    def _experts_copy(self) -> bool:
+        return self.last_first
+
     def _copies(self, routing_map: Tensor) -> TokenCopies:
         per_token = self.config.moe_router_topk
         return TokenCopies.of(routing_map, per_token, last_first=self.last_first)
@@ -107,10 +155,11 @@ class MoELocalTokenDispatcher(MoEStaticTokenDispatcher):
 
     def dispatch_postprocess(
         self, global_input_tokens: Tensor, global_probs: Tensor
-    ) -> tuple[Tensor, Tensor | LastExpertFirst | None, Tensor]:
-        counts: Tensor | LastExpertFirst | None = self.tokens_per_expert
+    ) -> tuple[Tensor, Tensor | LastExpertFirst, Tensor]:
+        counts = self.tokens_per_expert
+        assert counts is not None
         if self.last_first:
-            counts = LastExpertFirst(self.tokens_per_expert.flip(0))
+            return global_input_tokens, LastExpertFirst(counts.flip(0), self.copies), global_probs
         return global_input_tokens, counts, global_probs
 
     def combine_preprocess(self, hidden_states: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron_gspo.mcore.expert_products import GroupedProducts, stacked
 from megatron_gspo.mcore.hf_weights import export_weights
 from megatron_gspo.mcore.model import build_model
 from megatron_gspo.models import family_of, read_config
@@ -108,3 +109,20 @@ def test_output_and_gradients(
     }
     errors["inputs"] = relative(inputs.grad[:, 0], exact.grad)
     check(record_property, errors, math.sqrt(BACKWARD) * allowed)
+
+
+@pytest.mark.parametrize("transpose", [False, True])
+def test_weights_are_multiplied_where_they_lie_as_their_copies_are(device, transpose):
+    g = torch.Generator().manual_seed(0)
+    counts = torch.tensor([40, 0, 24, 64])
+    # of an expert two weights, as in Megatron's parameter buffer
+    buffer = torch.randn(4, 2, 128, 64, generator=g).bfloat16().to(device)
+    rows = torch.randn(128, 64 if transpose else 128, generator=g).bfloat16().to(device)
+    weights = list(buffer[:, 1])
+    assert stacked(weights).untyped_storage().data_ptr() == buffer.untyped_storage().data_ptr()
+    products = GroupedProducts.of(counts.to(device))
+    copies = [weight.clone() for weight in weights]
+    assert torch.equal(
+        products.rows_by_weights(rows, weights, transpose=transpose),
+        products.rows_by_weights(rows, copies, transpose=transpose),
+    )

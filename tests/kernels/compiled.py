@@ -18,7 +18,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from megatron_gspo.kernels import gated_unit, logit_gradient, logit_statistics
+from megatron_gspo.kernels import gated_unit, logit_gradient, logit_statistics, row_copies
 
 CAPABILITIES = (90, 100)
 _WARPS = 4
@@ -41,6 +41,7 @@ class Build:
 
 _UNIT = {"count": "i32", "limit": "fp32", "alpha": "fp32", "offset": "fp32"}
 _UNIT_CONSTANTS = {"WIDTH": 768, "ROWS": gated_unit.ROWS, "COLUMNS": gated_unit.COLUMNS}
+_COPIES_CONSTANTS = {"WIDTH": 2048, "ROWS": row_copies.ROWS, "COLUMNS": row_copies.COLUMNS}
 BUILDS = {
     "scaled_product": Build(
         gated_unit.scaled_product_kernel,
@@ -88,6 +89,16 @@ BUILDS = {
         },
         {"COLUMNS": logit_gradient.COLUMNS},
         aligned=("width",),
+    ),
+    "copy_rows": Build(
+        row_copies.copy_rows_kernel,
+        {"x_pointer": "*bf16", "source_pointer": "*i64", "out_pointer": "*bf16", "count": "i32"},
+        _COPIES_CONSTANTS,
+    ),
+    "sum_rows": Build(
+        row_copies.sum_rows_kernel,
+        {"x_pointer": "*bf16", "slot_pointer": "*i64", "out_pointer": "*bf16", "count": "i32"},
+        {"COPIES": 8, **_COPIES_CONSTANTS},
     ),
 }
 

@@ -21,6 +21,7 @@ from megatron_gspo.mcore.operators import (
     grouped_products_apply,
     rms_norm,
 )
+from megatron_gspo.mcore.token_copies import TokenCopies, copy_tokens
 
 
 def draw(*shape: int, seed: int = 0) -> Tensor:
@@ -126,6 +127,33 @@ def test_experts(counts, unit, biases, rank):
     assert_same(outputs, expected, tensors)
 
 
+@pytest.mark.parametrize("last_first", [False, True])
+@pytest.mark.parametrize("rank", [0, 3])
+def test_experts_copy_tokens_again_for_the_backward_pass(rank, last_first):
+    """The same bits as with copies that are made before, which are kept."""
+    routing_map = torch.tensor([[1, 0, 1, 0], [1, 1, 0, 0], [1, 0, 1, 0]], dtype=torch.bool)
+    copies = TokenCopies.of(routing_map, 2, last_first=last_first)
+    counts = routing_map.sum(0).flip(0) if last_first else routing_map.sum(0)
+    _, probs, *weights = experts_of(counts.tolist(), rank=rank)
+    tokens = draw(3, 6)
+    inputs = [tokens, probs, *weights]
+    kept: list[Tensor] = []
+
+    def run(rows: Tensor, copies: TokenCopies | None) -> list[Tensor]:
+        experts = weights_of(inputs, counts.tolist())
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
+            out = gated_experts(rows, probs, counts, experts, copies=copies)
+        return results(out, inputs)
+
+    expected = run(copy_tokens(tokens, copies), None)
+    assert any(tensor.shape == (6, 6) for tensor in kept)
+    kept.clear()
+    ours = run(tokens, copies)
+    assert all(torch.equal(a, b) for a, b in zip(ours, expected, strict=True))
+    assert any(tensor is tokens for tensor in kept)
+    assert not any(tensor.shape == (6, 6) for tensor in kept)
+
+
 def test_frozen_weights_get_no_gradient_and_cost_no_product(monkeypatch):
     counts = [4, 0, 5]
     made = []
@@ -167,7 +195,9 @@ def test_grouped_products_are_those_of_the_loop(counts, unit, biases, rank):
     weights = weights_of(low, counts)
     grouped_found, looped_found = (
         results(
-            _GatedExperts.apply(*low[:2], products, unit, weights.structure(), *weights.tensors()),
+            _GatedExperts.apply(
+                *low[:2], products, unit, None, weights.structure(), *weights.tensors()
+            ),
             low,
         )
         for products in (grouped, looped)

@@ -56,7 +56,6 @@ def both_orders(rank: int, world_size: int, path: str, layout: ParallelConfig) -
         "values": torch.equal(joined, torch.stack(weights)),
         "last to first": run_layer(policy, rank),
     }
-    layer.token_dispatcher.give_last_first()  # twice is the order of before
     layer.token_dispatcher.last_first = False
     return observed | {"first to last": run_layer(policy, rank)}
 

@@ -229,8 +229,8 @@ def _gathered(
 def _summed_rows(
     args: Args, kwargs: Kwargs, read: Sequence[Tensor], written: Sequence[Tensor]
 ) -> tuple[int, int]:
-    """``embedding_bag``: a row of the weight for each index; beside the sums its results are only
-    allocated."""
+    """``embedding_bag``, and what sums rows as it does: a row of the weight for each index; beside
+    the sums its results are only allocated."""
     weight, indices = args[:2]
     row = weight.element_size() * weight.shape[1]
     rest = _bytes([tensor for tensor in read if tensor is not weight])
@@ -282,8 +282,10 @@ _SIZES: dict[str, _Sizes] = {
     "gather": _gathered,
     "index": _gathered,
     "embedding": _gathered,
+    "copy_rows": _gathered,
     "embedding_bag": _summed_rows,
     "embedding_bag_forward_only": _summed_rows,
+    "sum_rows": _summed_rows,
     "scatter": _scattered,
     "index_copy": _scattered,
     "index_add": _added,

@@ -22,7 +22,6 @@ from megatron.core.tensor_parallel import (
 )
 from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
 from megatron.core.transformer.moe.moe_utils import router_gating_linear
-from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 from torch.nn.functional import linear
@@ -30,6 +29,7 @@ from torch.nn.functional import linear
 from megatron_gspo.mcore.latent_attention import LatentProjection
 from megatron_gspo.mcore.operators import LowRank
 from megatron_gspo.mcore.protocols import ShardOffsets
+from megatron_gspo.mcore.router import ExactRouter
 from megatron_gspo.models.adapter_rules import add_product
 
 
@@ -178,8 +178,8 @@ class AdaptedLatentProjection(LatentProjection):
         return output + linear(linear(input, a), b)
 
 
-class AdaptedRouter(TopKRouter):
-    """Megatron's, with an adapter that all tensor-parallel ranks hold; its part of the logits
+class AdaptedRouter(ExactRouter):
+    """A router with an adapter that all tensor-parallel ranks hold; its part of the logits
     is of their type.
     """
 
@@ -199,7 +199,7 @@ ADAPTED: dict[type[torch.nn.Module], type[torch.nn.Module]] = {
     ColumnParallelLinear: AdaptedColumnParallelLinear,
     RowParallelLinear: AdaptedRowParallelLinear,
     LatentProjection: AdaptedLatentProjection,
-    TopKRouter: AdaptedRouter,
+    ExactRouter: AdaptedRouter,
 }
 
 

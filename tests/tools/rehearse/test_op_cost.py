@@ -7,10 +7,12 @@ import pytest
 import torch
 from torch import Tensor
 
+import megatron_gspo.kernels.operators  # noqa: F401  registers the row kernels
 from megatron_gspo.tools.rehearse.op_cost import OpCost, cost_of
 from megatron_gspo.tools.rehearse.operation import Operation
 
 aten = torch.ops.aten
+kernels = torch.ops.megatron_gspo
 F32 = torch.zeros(6, 4)  # 96 bytes
 OTHER = torch.ones(6, 4)
 HALF = torch.zeros(6, 4, dtype=torch.bfloat16)  # 48 bytes
@@ -94,6 +96,14 @@ CASES: dict[str, tuple[Callable[[], OpCost | None], OpCost | None]] = {
     "sums of rows": (
         lambda: cost(aten._embedding_bag.default, F32, IDS, torch.tensor([0, 2])),
         OpCost("gather, scatter", 1, 3 * 16 + 24 + 16, 2 * 16),
+    ),
+    "a row kernel's sums of rows": (
+        lambda: cost_of(kernels.sum_rows.default, (F32, IDS[:, None]), {}, HALF[:3].float()),
+        OpCost("other", 1, 3 * 16 + 24, 3 * 16),
+    ),
+    "a row kernel's copies of rows": (
+        lambda: cost_of(kernels.copy_rows.default, (F32, IDS), {}, HALF[:3].float()),
+        OpCost("other", 1, 48 + 24, 48),
     ),
     "the backward of a slice": (
         lambda: cost(aten.slice_backward.default, F32[:2], [6, 4], 0, 0, 2, 1),
