@@ -18,14 +18,16 @@ from megatron_gspo.tools.plan.estimate import Choice, Estimate, Hardware
 from megatron_gspo.tools.plan.layout_search import is_size
 from megatron_gspo.tools.plan.layouts import name_of
 from megatron_gspo.tools.rehearse.mini_batch import plan_mini_batch
-from megatron_gspo.tools.rehearse.op_times import STEP_PHASES, collective_seconds, phase_times
+from megatron_gspo.tools.rehearse.op_times import STEP_PHASES, collective_seconds, rates_of
 from megatron_gspo.tools.rehearse.rank_processes import RankJob, default_jobs, rehearse_ranks
-from megatron_gspo.tools.rehearse.records import RankRecord
+from megatron_gspo.tools.rehearse.records import OpTotal, RankRecord
 from megatron_gspo.tools.rehearse.roles import choose_ranks
 from megatron_gspo.tools.rehearse.summary import FailedRank
 
 # Exchange once a mini-batch, whatever the number of micro-batches.
 _DATA_GROUPS = ("dp", "dp_cp", "expert_dp")
+# Where operations are called once a mini-batch.
+_ONCE = ("megatron/core/distributed/", "megatron/core/optimizer/")
 
 
 @dataclass(frozen=True)
@@ -145,9 +147,20 @@ def _figures(
 
 def compute_seconds(record: RankRecord, repeated: float, hardware: Hardware) -> float:
     """Of a rank's step on the GPU. repeated: real micro-batches for each rehearsed one."""
+    rates = rates_of(hardware.gpu)
     return sum(
-        times.ops.seconds * (1 if phase == "optimizer" else repeated)
-        for phase, times in phase_times(record, hardware.gpu).items()
+        rates.seconds(op) * (1 if _is_once(op) else repeated)
+        for op in record.ops
+        if op.phase in STEP_PHASES
+    )
+
+
+def _is_once(op: OpTotal) -> bool:
+    """Whether an operation runs once a mini-batch, whatever the number of micro-batches: in the
+    optimizer and in Megatron's gradient buffers, but for the hooks of their parameters.
+    """
+    return op.phase == "optimizer" or (
+        op.where.startswith(_ONCE) and not op.where.endswith(" hook")
     )
 
 

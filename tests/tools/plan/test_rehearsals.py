@@ -21,8 +21,8 @@ def call(
     return Collective(op, group, ranks, "bfloat16", size, (), phase)
 
 
-def op(phase: str, size: int) -> OpTotal:
-    return OpTotal(phase, False, "aten.copy_.default", "copy", "layer.py:1 f", "", 1, 1, size, 0, 0)
+def op(phase: str, size: int, where: str = "layer.py:1 f") -> OpTotal:
+    return OpTotal(phase, False, "aten.copy_.default", "copy", where, "", 1, 1, size, 0, 0)
 
 
 def test_operations_of_a_step() -> None:
@@ -35,6 +35,20 @@ def test_operations_of_a_step() -> None:
     )
     rate = rates_of(HALF.gpu).bytes["copy"]
     assert compute_seconds(played, 3.0, HALF) == pytest.approx((3 + 2) * 1e12 / rate)
+
+
+def test_gradients_are_zeroed_once_a_step_and_added_in_each_micro_batch() -> None:
+    where = "megatron/core/distributed/"
+    played = record(
+        ops=(
+            op("forward_backward", 10**12, where + "param_and_grad_buffer.py:970 reset"),
+            op("forward_backward", 10**12, where + "distributed_data_parallel.py:440 hook"),
+            op("critic", 10**12, "megatron/core/optimizer/clip_grads.py:9 clip_grad_by_total_norm"),
+        ),
+        phases=("forward_backward", "critic"),
+    )
+    rate = rates_of(HALF.gpu).bytes["copy"]
+    assert compute_seconds(played, 3.0, HALF) == pytest.approx((1 + 3 + 1) * 1e12 / rate)
 
 
 def test_gradients_are_exchanged_once_a_step() -> None:
