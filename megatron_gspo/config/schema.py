@@ -66,6 +66,7 @@ from megatron_gspo.config.training_checks import (
     check_global_batch,
     check_optimizer,
     check_recompute,
+    check_profile,
     check_run_dir,
 )
 from megatron_gspo.config.training_sections import (
@@ -75,6 +76,7 @@ from megatron_gspo.config.training_sections import (
     GuardConfig,
     OptimizerConfig,
     TrackingConfig,
+    ProfileConfig,
     TrainingConfig,
 )
 from megatron_gspo.config.validate import STRICT, validate
@@ -113,6 +115,7 @@ class Config:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
 
+    profile: ProfileConfig = field(default_factory=ProfileConfig)
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Config:
         """Validate plain data: keys, types, bounds and choices that contradict each other.
@@ -150,6 +153,7 @@ class Config:
         """
         check_layout(self.parallel, world_size)
         check_batches(self.training, self.parallel, self._max_call_tokens, world_size)
+        check_profile(self.profile, self.training.steps, world_size)
         if self.agents.is_on:
             check_run_sizes(self.agents, self.max_context, self.max_run_tokens, self._room_for_runs)
         hf = read_hf_config(self.model.path)

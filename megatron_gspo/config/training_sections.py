@@ -1,4 +1,4 @@
-"""Sections `training`, `optimizer`, `guard`, `evaluation`, `checkpoint` and `tracking`."""
+"""Sections `training`, `optimizer`, `guard`, `evaluation`, `checkpoint`, `tracking` and `profile`."""
 
 from __future__ import annotations
 
@@ -158,3 +158,13 @@ class TrackingConfig:
     """Time forward, backward and optimizer, which synchronises the GPU."""
     plot: bool = True
     """Plot `run_dir`/curves.png at the end, if matplotlib is installed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProfileConfig:
+    """Steps whose operations and memory are recorded (docs/profiling.md)."""
+
+    steps: tuple[Annotated[int, Ge(1)], ...] = ()
+    """Steps to record, as `metrics.jsonl` counts them."""
+    ranks: tuple[Annotated[int, Ge(0)], ...] = (0,)
+    """Ranks that record these steps."""

@@ -28,6 +28,8 @@ from megatron_gspo.loop.log_probs import with_log_probs
 from megatron_gspo.loop.loss_masking import mask_samples
 from megatron_gspo.loop.metrics_logging import MetricsLogger
 from megatron_gspo.loop.optimizer_steps import Update, run_optimizer_steps
+from megatron_gspo.loop.profiling import Profiler, out_of_memory_explained
+from megatron_gspo.loop.rank_log import rank_log
 from megatron_gspo.loop.rollout_cache import RolloutCache
 from megatron_gspo.loop.rollout_correction import correct_mismatch
 from megatron_gspo.loop.routing import RoutingReplay, same_routers
@@ -69,6 +71,9 @@ def train(config: Config, *, engine: RolloutEngine | None = None) -> LoopState:
         stack.callback(shutdown, keep_distributed=keep_distributed)
         stack.enter_context(run)
         stack.enter_context(sole_writer(config.run_dir))
+        stack.enter_context(out_of_memory_explained(run.policy, config.run_dir))
+        profiler = Profiler(config.profile, config.run_dir)
+        stack.enter_context(profiler.on_signal())
         state, checkpoint = resume(run.policy, config)
         logger = stack.enter_context(
             MetricsLogger(config, run.prompts.prompts, run.tokenizer, resume_step=state.step)
@@ -82,9 +87,10 @@ def train(config: Config, *, engine: RolloutEngine | None = None) -> LoopState:
         started = time.monotonic() - state.wall_seconds
         state = _prepare_start(run, state, logger, timers, callbacks)
         while state.step < config.training.steps:
-            trained = train_step(run, state, checkpoints, timers, callbacks)
-            state = state.after_step(trained.cursor, len(trained.batch), trained.work.tokens)
-            metrics, failure = _prepare_next(run, state.step, timers)
+            with profiler.step(state.step + 1):
+                trained = train_step(run, state, checkpoints, timers, callbacks)
+                state = state.after_step(trained.cursor, len(trained.batch), trained.work.tokens)
+                metrics, failure = _prepare_next(run, state.step, timers)
             accuracy = metrics.get("eval/accuracy", state.accuracy_after)
             metrics |= trained.metrics
             asked = callbacks.after_step(state.step, add_metrics(metrics, trained.callback_metrics))

@@ -36,6 +36,7 @@ FILES_OF_A_RUN = (
     "summary.json",
     "curves.png",
     "timeline.svg",
+    "profile",
     "hf",
     "adapters",
     "critic_hf",
