@@ -64,6 +64,7 @@ from megatron_gspo.config.training_checks import (
     check_critic,
     check_evaluation,
     check_global_batch,
+    check_halves,
     check_optimizer,
     check_recompute,
     check_profile,
@@ -152,8 +153,8 @@ class Config:
         Raises ConfigError.
         """
         check_layout(self.parallel, world_size)
-        check_batches(self.training, self.parallel, self._max_call_tokens, world_size)
         check_profile(self.profile, self.training.steps, world_size)
+        check_batches(self.training, self.parallel, self._max_call_tokens, world_size)
         if self.agents.is_on:
             check_run_sizes(self.agents, self.max_context, self.max_run_tokens, self._room_for_runs)
         hf = read_hf_config(self.model.path)
@@ -182,6 +183,7 @@ class Config:
         check_data(self.data)
         check_parallel(self.parallel)
         check_global_batch(self.training, self.rollout.sequences)
+        check_halves(self.training, self.algorithm)
         check_recompute(self.model)
         check_lora(self.lora, self.model)
         check_optimizer("optimizer", self.optimizer, self.optimizer_steps)

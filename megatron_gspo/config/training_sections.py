@@ -29,6 +29,13 @@ class TrainingConfig:
     """GiB of a GPU for logits in the log-prob head, which are computed in tiles; null is 0.25. Where
     all logits of a micro-batch fit, the backward pass does not compute them again."""
 
+    only: Literal["rollout", "train"] | None = None
+    """One half of the loop (docs/profiling.md): generate and score, without an update; or train
+    on the `batches` that are there."""
+    batches: UserPath | None = None
+    """Directory to which each scored rollout batch is written, or from which `only: train` reads
+    them; null writes none."""
+
     @property
     def log_prob_bytes(self) -> int | None:
         """``log_prob_memory_gib`` in bytes."""

@@ -160,7 +160,7 @@ class MetricsLogger:
 
     def _warn_without_checkpoints(self, resume_step: int) -> None:
         section = self._config.checkpoint
-        if section.save_interval:
+        if section.save_interval or self._config.training.only == "rollout":
             return
         where = f"step {resume_step}" if resume_step else "the beginning"
         line = "checkpoint.save_interval is 0: no checkpoint is written, "

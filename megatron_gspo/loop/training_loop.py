@@ -84,6 +84,7 @@ def train(config: Config, *, engine: RolloutEngine | None = None) -> LoopState:
             CheckpointManager(run.policy, config.checkpoint, config.run_dir, checkpoint)
         )
         timers = Timers()
+        trains = config.training.only != "rollout"
         started = time.monotonic() - state.wall_seconds
         state = _prepare_start(run, state, logger, timers, callbacks)
         while state.step < config.training.steps:
@@ -122,13 +123,16 @@ def train(config: Config, *, engine: RolloutEngine | None = None) -> LoopState:
                     raise failure
             stopping = next((after for after in asked.values() if after.stop), None)
             stops = stop_requested() or stopping is not None
-            if stops or checkpoints.is_due(state.step, config.training.steps):
+            is_due = checkpoints.is_due(state.step, config.training.steps)
+            if trains and (stops or is_due):
                 # Logged with the next step: a step is logged before it is saved.
                 with timers("checkpoint"):
                     checkpoints.begin(state)
             if stops and state.step < config.training.steps:
                 checkpoints.finish()
-                resumes = f"start again to resume from {checkpoints.current}"
+                resumes = "start again to go on after the batches that are written"
+                if trains:
+                    resumes = f"start again to resume from {checkpoints.current}"
                 if stopping is not None:
                     raise StoppedRun(f"{stopping.stop}; {resumes}{stopping.resume_hint}")
                 logger.info(f"stopped by SIGUSR1 after step {state.step}; {resumes}")
@@ -136,12 +140,11 @@ def train(config: Config, *, engine: RolloutEngine | None = None) -> LoopState:
         checkpoints.finish()
         state = replace(state, wall_seconds=time.monotonic() - started)
         callbacks.end(state)
-        exported = (
-            export(run.policy, Path(config.run_dir) / "hf") if config.checkpoint.export_hf else None
-        )
-        if run.policy.trained_lora is not None and config.checkpoint.export_hf:
+        exports = config.checkpoint.export_hf and trains
+        exported = export(run.policy, Path(config.run_dir) / "hf") if exports else None
+        if run.policy.trained_lora is not None and exports:
             export_adapters(run.policy, Path(config.run_dir) / "adapters")
-        if run.policy.critic is not None and config.checkpoint.export_hf:
+        if run.policy.critic is not None and exports:
             export(run.policy.critic, Path(config.run_dir) / "critic_hf")
         logger.finish(asdict(state) | {"exported": exported and str(exported)})
         logger.info_lines(lambda: end_lines(config, state, held_out=len(run.eval_prompts)))
@@ -186,10 +189,12 @@ def train_step(
     )
     seed_generators(config.seed, step, ROLLOUT)
     with checkpoints.saved_on_engine_failure(state):
-        rollout = cache.read_or_draw(
-            checkpoints.current, lambda: generator.draw(step, state.data_cursor, timers)
+        rollout = cache.of_step(
+            step, checkpoints.current, lambda: generator.draw(step, state.data_cursor, timers)
         )
-        cursor = generator.prepare_for_training(step, rollout.cursor)
+        cursor = rollout.cursor
+        if config.training.only is None:
+            cursor = generator.prepare_for_training(step, cursor)
     callback_metrics = callbacks.after_rollout(step, rollout.batch) if callbacks else {}
     seed_generators(config.seed, step, UPDATE)
     groups = run.policy.groups
@@ -200,6 +205,10 @@ def train_step(
     with timers("exchange"):
         batch = move_samples(rollout.batch, plan.replica, groups, routes=routing.shape)
     batch, score_metrics = with_log_probs(
+    if config.training.only == "rollout":
+        metrics = rollout.metrics | _rollout_metrics(run, batch, step)
+        work = step_work(batch, run.policy.shape, config, plan, updates_policy=False)
+        return TrainedStep(batch, cursor, routing, Update({}), work, metrics, callback_metrics)
         batch, run.policy, run.reference, config, plan, routing, timers
     )
     batch, mask_metrics = mask_samples(
@@ -212,10 +221,7 @@ def train_step(
     )
     batch, correction_metrics = correct_mismatch(batch, config.algorithm)
     metrics = rollout.metrics | score_metrics | mask_metrics | correction_metrics
-    metrics |= sample_metrics(batch, version=step, supervised=config.algorithm.is_supervised)
-    metrics |= source_metrics(batch.table, run.prompts.prompts)
-    if config.agents.is_on or config.rollout.environment is not None:
-        metrics |= agent_metrics(batch)
+    metrics |= _rollout_metrics(run, batch, step)
     checkpoints.poll(timers)  # most of a step's time has passed
     checkpoints.weights_change()
     update = Update({"updates": 0.0, "updates/skipped": 0.0})
@@ -230,6 +236,15 @@ def train_step(
 
 
 def _start_lines(run: Components) -> list[str]:
+def _rollout_metrics(run: Components, batch: TrainingBatch, step: int) -> dict[str, float]:
+    config = run.config
+    metrics = sample_metrics(batch, version=step, supervised=config.algorithm.is_supervised)
+    metrics |= source_metrics(batch.table, run.prompts.prompts)
+    if config.agents.is_on or config.rollout.environment is not None:
+        metrics |= agent_metrics(batch)
+    return metrics
+
+
     data = run.config.data
     environment = run.config.rollout.environment
     verifier = ", ".join(data.verifiers)
