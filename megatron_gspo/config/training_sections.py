@@ -157,6 +157,10 @@ class TrackingConfig:
     """Log to Weights & Biases; a string names the project."""
     mlflow: bool | str = False
     """Log to MLflow; a string names the experiment."""
+    trackio: bool | str = False
+    """Log to trackio; a string names the project."""
+    swanlab: bool | str = False
+    """Log to SwanLab; a string names the project."""
     samples_per_step: Annotated[int, Ge(0)] = 4
     """Responses written to `run_dir`/samples per step."""
     ratio_interval: Annotated[int, Ge(0)] = 0

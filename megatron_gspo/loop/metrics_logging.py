@@ -31,7 +31,7 @@ from megatron_gspo.tracking.progress import Progress
 from megatron_gspo.tracking.run_directory import RunDirectory, evenly_spaced
 from megatron_gspo.tracking.run_environment import describe_environment
 from megatron_gspo.tracking.timeline import draw_timeline
-from megatron_gspo.tracking.trackers import RunInfo, make_trackers
+from megatron_gspo.tracking.trackers import TRACKERS, RunInfo, make_trackers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -133,9 +133,7 @@ class MetricsLogger:
         )
         self._trackers = make_trackers(
             RunInfo(Path(config.run_dir), config.dump(), resumed),
-            tensorboard=tracking.tensorboard,
-            wandb=tracking.wandb,
-            mlflow=tracking.mlflow,
+            **{package: getattr(tracking, package) for package in TRACKERS},
         )
         if self._directory.earlier is not None:
             logger.warning(

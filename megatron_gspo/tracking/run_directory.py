@@ -44,6 +44,9 @@ FILES_OF_A_RUN = (
     "tensorboard",
     "wandb_id",
     "mlflow_id",
+    "trackio_id",
+    "swanlab",
+    "swanlab_id",
 )
 _TEMPORARY = r"(metrics|routing|rollouts|timeline)\.jsonl\.tmp|config\.yaml\.tmp|summary\.json\.tmp"
 _TEMPORARY_STEP = r"step_[0-9]{6,}\.(jsonl|npz)\.tmp"
