@@ -66,8 +66,8 @@ from megatron_gspo.config.training_checks import (
     check_global_batch,
     check_halves,
     check_optimizer,
-    check_recompute,
     check_profile,
+    check_recompute,
     check_run_dir,
 )
 from megatron_gspo.config.training_sections import (
@@ -76,8 +76,8 @@ from megatron_gspo.config.training_sections import (
     EvaluationConfig,
     GuardConfig,
     OptimizerConfig,
-    TrackingConfig,
     ProfileConfig,
+    TrackingConfig,
     TrainingConfig,
 )
 from megatron_gspo.config.validate import STRICT, validate
@@ -115,8 +115,8 @@ class Config:
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
-
     profile: ProfileConfig = field(default_factory=ProfileConfig)
+
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Config:
         """Validate plain data: keys, types, bounds and choices that contradict each other.

@@ -167,6 +167,12 @@ class TrackingConfig:
     """Steps between files of importance ratios in `run_dir`/ratios; 0 writes none."""
     detailed_timers: bool = False
     """Time forward, backward and optimizer, which synchronises the GPU."""
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    """Lowest level of the lines that a rank prints and writes to `run_dir`/logs."""
+    log_level_of_rank: dict[int, Literal["debug", "info", "warning", "error"]] = field(
+        default_factory=dict
+    )
+    """Levels of single ranks in place of `log_level`, e.g. {3: debug}."""
     plot: bool = True
     """Plot `run_dir`/curves.png at the end, if matplotlib is installed."""
 

@@ -226,8 +226,9 @@ class MetricsLogger:
             ratios = ratio_arrays(update, self._tokenizer)
         if not self._active:
             return
-        with writing(self._directory.timeline):
-            self._directory.write_timeline(step, spans)
+        if spans:
+            with writing(self._directory.timeline):
+                self._directory.write_timeline(step, spans)
         by_layer = routing.measured.by_layer()
         if any(value is not None for value in by_layer.values()):
             with writing(self._directory.routing):
@@ -286,6 +287,7 @@ class MetricsLogger:
         if self._config.tracking.plot:
             try:
                 draw_run(self._config.run_dir)
-                draw_timeline(self._config.run_dir)
+                if self._directory.timeline.exists():
+                    draw_timeline(self._config.run_dir)
             except (ImportError, ValueError, OSError) as error:
                 logger.warning(f"the curves were not plotted: {error}")

@@ -66,14 +66,15 @@ def train(config: Config, *, engine: RolloutEngine | None = None) -> LoopState:
     check_user_optimizers(config)
     callbacks = load_callbacks(config, collapse_guard(config))
     with ExitStack() as stack:
+        stack.enter_context(rank_log(config))
         stop_requested = stack.enter_context(stop_on_signal())
         run = build_components(config, engine=engine)
         stack.callback(shutdown, keep_distributed=keep_distributed)
         stack.enter_context(run)
-        stack.enter_context(sole_writer(config.run_dir))
         stack.enter_context(out_of_memory_explained(run.policy, config.run_dir))
         profiler = Profiler(config.profile, config.run_dir)
         stack.enter_context(profiler.on_signal())
+        stack.enter_context(sole_writer(config.run_dir))
         state, checkpoint = resume(run.policy, config)
         logger = stack.enter_context(
             MetricsLogger(config, run.prompts.prompts, run.tokenizer, resume_step=state.step)
@@ -83,8 +84,8 @@ def train(config: Config, *, engine: RolloutEngine | None = None) -> LoopState:
         checkpoints = stack.enter_context(
             CheckpointManager(run.policy, config.checkpoint, config.run_dir, checkpoint)
         )
-        timers = Timers()
         trains = config.training.only != "rollout"
+        timers = Timers()
         started = time.monotonic() - state.wall_seconds
         state = _prepare_start(run, state, logger, timers, callbacks)
         while state.step < config.training.steps:
@@ -204,11 +205,11 @@ def train_step(
     routing.check_rollout_routes(rollout.batch)
     with timers("exchange"):
         batch = move_samples(rollout.batch, plan.replica, groups, routes=routing.shape)
-    batch, score_metrics = with_log_probs(
     if config.training.only == "rollout":
         metrics = rollout.metrics | _rollout_metrics(run, batch, step)
         work = step_work(batch, run.policy.shape, config, plan, updates_policy=False)
         return TrainedStep(batch, cursor, routing, Update({}), work, metrics, callback_metrics)
+    batch, score_metrics = with_log_probs(
         batch, run.policy, run.reference, config, plan, routing, timers
     )
     batch, mask_metrics = mask_samples(
@@ -235,7 +236,6 @@ def train_step(
     return TrainedStep(batch, cursor, routing, update, work, metrics, callback_metrics)
 
 
-def _start_lines(run: Components) -> list[str]:
 def _rollout_metrics(run: Components, batch: TrainingBatch, step: int) -> dict[str, float]:
     config = run.config
     metrics = sample_metrics(batch, version=step, supervised=config.algorithm.is_supervised)
@@ -245,6 +245,7 @@ def _rollout_metrics(run: Components, batch: TrainingBatch, step: int) -> dict[s
     return metrics
 
 
+def _start_lines(run: Components) -> list[str]:
     data = run.config.data
     environment = run.config.rollout.environment
     verifier = ", ".join(data.verifiers)
