@@ -231,9 +231,9 @@ class SwanLab:
 
         self._run = swanlab.init(
             project=project,
-            experiment_name=run.path.name,
+            name=run.path.name,
             config=dict(run.config),
-            logdir=str(run.path / "swanlab"),
+            log_dir=str(run.path / "swanlab"),
             id=_stored_id(run, "swanlab_id", lambda: uuid.uuid4().hex[:21]),
             resume="allow",
         )

@@ -1,4 +1,4 @@
-"""The part of trackio that is used, with its signatures (0.27)."""
+"""The part of trackio that is used, with its signatures (0.43)."""
 
 from typing import Any
 
@@ -20,7 +20,6 @@ def init(
     group: str | None = None,
     space_id: str | None = None,
     server_url: str | None = None,
-    space_storage: Any = None,
     dataset_id: str | None = None,
     bucket_id: str | None = None,
     config: dict | None = None,
@@ -30,6 +29,8 @@ def init(
     embed: bool = True,
     auto_log_gpu: bool | None = None,
     gpu_log_interval: float = 10.0,
+    auto_log_cpu: bool | None = None,
+    cpu_log_interval: float = 10.0,
     webhook_url: str | None = None,
     webhook_min_level: Any = None,
 ) -> Run:
