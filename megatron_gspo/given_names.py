@@ -57,6 +57,7 @@ class StepName:
 
 
 CHECKPOINTS = StepName(folders=True)
+BATCHES = StepName(folders=True)
 SAMPLES = StepName(".jsonl")
 RATIOS = StepName(".npz")
 

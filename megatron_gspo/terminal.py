@@ -1,4 +1,5 @@
-"""What the program prints: its lines on standard error, and output that outlives its reader.
+"""What the program prints: its lines on standard error and in a rank's log file, and output that
+outlives its reader.
 
 A run goes on without its terminal, its pipe's reader or room on its disk.
 """
@@ -7,15 +8,19 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import logging
 import os
 import select
 import signal
 import sys
 import threading
+from collections.abc import Iterator, Mapping
+from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any, TextIO
 
-from megatron_gspo.errors import printable
+from megatron_gspo.errors import UserError, printable
 
 _PACKAGE = "megatron_gspo"
 
@@ -44,6 +49,64 @@ class TerminalHandler(logging.Handler):
         """Write the line, or drop it where standard error is closed or its disk is full."""
         with contextlib.suppress(OSError, ValueError):
             print(printable(record.getMessage()), file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def logged_to(file: Path, level: str, **facts: object) -> Iterator[None]:
+    """Within the context the package's records of this level and above are also lines of JSON at the
+    end of a file; lower ones are nowhere. The error that ends the context is a line of the file alone,
+    with its traceback unless the user can fix it.
+
+    level: such as ``info``. facts: in every line, such as the rank.
+
+    Raises OSError where the file can't be opened.
+    """
+    package = get_logger(_PACKAGE)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    handler = _JsonLinesHandler(file, encoding="utf-8")
+    handler.setFormatter(_JsonFormatter(facts))
+    before = package.level
+    package.addHandler(handler)
+    package.setLevel(level.upper())
+    try:
+        yield
+    except BaseException as error:
+        text = f"{type(error).__name__}: {error}"
+        trace = None if isinstance(error, UserError) else (type(error), error, error.__traceback__)
+        handler.handle(package.makeRecord(_PACKAGE, logging.ERROR, "", 0, text, (), trace))
+        raise
+    finally:
+        package.setLevel(before)
+        package.removeHandler(handler)
+        handler.close()
+
+
+class _JsonLinesHandler(logging.FileHandler):
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802  # logging's
+        """A line that can't be written, as on a full disk, is dropped."""
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):  # it tries once more to write them
+            super().close()
+
+
+class _JsonFormatter(logging.Formatter):
+    def __init__(self, facts: Mapping[str, object]) -> None:
+        super().__init__()
+        self._facts = facts
+
+    def format(self, record: logging.LogRecord) -> str:
+        moment = datetime.fromtimestamp(record.created, UTC)
+        line = {
+            "time": moment.isoformat(timespec="milliseconds"),
+            "level": record.levelname.lower(),
+            **self._facts,
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        if record.exc_info:
+            line["traceback"] = self.formatException(record.exc_info)
+        return json.dumps(line)
 
 
 def outlive_terminal() -> None:

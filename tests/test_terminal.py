@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import io
+import json
 import logging
 import os
 import pty
@@ -13,7 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_gspo.terminal import get_logger
+from megatron_gspo.errors import RunError
+from megatron_gspo.terminal import get_logger, logged_to
 
 PROGRAM = """
 import logging, sys, warnings
@@ -128,3 +130,53 @@ def test_a_record_that_cannot_be_written_is_dropped(monkeypatch: pytest.MonkeyPa
     for stream in (FullDisk(), closed):
         monkeypatch.setattr("sys.stderr", stream)
         get_logger("megatron_gspo.tests.terminal").warning("lost")
+
+
+def test_records_are_lines_of_json_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    logger = get_logger("megatron_gspo.tests")
+    file = tmp_path / "logs" / "rank_3.jsonl"
+    with logged_to(file, "debug", rank=3):
+        logger.debug("loads\n%s", "rollen \u2028")
+        try:
+            raise ValueError("a bug")
+        except ValueError:
+            logger.exception("failed")
+    with logged_to(file, "error", rank=3):
+        logger.info("not written")
+        logger.error("written")
+    logger.debug("not written")
+    records = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [record["message"] for record in records] == [
+        "loads\nrollen \u2028",
+        "failed",
+        "written",
+    ]
+    assert [record["level"] for record in records] == ["debug", "error", "error"]
+    assert all(record["rank"] == 3 for record in records)
+    assert records[0]["logger"] == "megatron_gspo.tests" and records[0]["time"].endswith("+00:00")
+    assert records[1]["traceback"].splitlines()[-1] == "ValueError: a bug"
+    shown = capsys.readouterr().err
+    assert shown.splitlines() == ["loads\\nrollen \\u2028", "failed", "written"]
+
+
+def test_the_error_that_ends_a_run_is_in_its_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "rank_0.jsonl"
+    for error in (RunError("no server"), RuntimeError("a bug")):
+        with pytest.raises(type(error)), logged_to(file, "info"):
+            raise error
+    user, bug = (json.loads(line) for line in file.read_text().splitlines())
+    assert user["message"] == "RunError: no server" and "traceback" not in user
+    assert bug["message"] == "RuntimeError: a bug" and "raise error" in bug["traceback"]
+    assert capsys.readouterr().err == ""  # whoever catches it prints it
+
+
+def test_a_full_disk_loses_lines_and_nothing_else(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    full = tmp_path / "rank_0.jsonl"
+    full.symlink_to("/dev/full")
+    with logged_to(full, "info"):
+        get_logger("megatron_gspo.tests").info("goes on")
+    assert capsys.readouterr().err == "goes on\n"

@@ -13,6 +13,7 @@ from megatron_gspo.config.training_sections import (
     CheckpointConfig,
     EvaluationConfig,
     OptimizerConfig,
+    ProfileConfig,
     TrackingConfig,
     TrainingConfig,
 )
@@ -28,6 +29,7 @@ __all__ = [
     "ModelConfig",
     "OptimizerConfig",
     "ParallelConfig",
+    "ProfileConfig",
     "RolloutConfig",
     "RoutingConfig",
     "SGLangConfig",

@@ -64,7 +64,9 @@ from megatron_gspo.config.training_checks import (
     check_critic,
     check_evaluation,
     check_global_batch,
+    check_halves,
     check_optimizer,
+    check_profile,
     check_recompute,
     check_run_dir,
 )
@@ -74,6 +76,7 @@ from megatron_gspo.config.training_sections import (
     EvaluationConfig,
     GuardConfig,
     OptimizerConfig,
+    ProfileConfig,
     TrackingConfig,
     TrainingConfig,
 )
@@ -112,6 +115,7 @@ class Config:
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
+    profile: ProfileConfig = field(default_factory=ProfileConfig)
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Config:
@@ -149,6 +153,7 @@ class Config:
         Raises ConfigError.
         """
         check_layout(self.parallel, world_size)
+        check_profile(self.profile, self.training.steps, world_size)
         check_batches(self.training, self.parallel, self._max_call_tokens, world_size)
         if self.agents.is_on:
             check_run_sizes(self.agents, self.max_context, self.max_run_tokens, self._room_for_runs)
@@ -181,6 +186,7 @@ class Config:
         )
         check_parallel(self.parallel)
         check_global_batch(self.training, self.rollout.sequences)
+        check_halves(self.training, self.algorithm)
         check_recompute(self.model)
         check_lora(self.lora, self.model)
         check_optimizer("optimizer", self.optimizer, self.optimizer_steps)

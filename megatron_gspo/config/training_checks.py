@@ -14,6 +14,7 @@ from megatron_gspo.config.training_sections import (
     CriticConfig,
     EvaluationConfig,
     OptimizerConfig,
+    ProfileConfig,
     TrainingConfig,
 )
 from megatron_gspo.errors import existing_part
@@ -27,6 +28,26 @@ def check_recompute(model: ModelConfig) -> None:
         problem = "needs recompute_granularity: full"
         fix = "set model.recompute_granularity: full, or this to null"
         raise ConfigError("model.recompute_num_layers", value, problem, fix)
+
+
+def check_halves(training: TrainingConfig, algorithm: AlgorithmConfig) -> None:
+    """Half of the loop has batches to write or to read."""
+    if training.only is not None and training.batches is None:
+        problem = "needs a directory of rollout batches"
+        raise ConfigError("training.only", training.only, problem, "set training.batches")
+    if training.batches is not None and algorithm.is_supervised:
+        problem = "sft has no rollout batches"
+        raise ConfigError("training.batches", training.batches, problem, "remove the key")
+
+
+def check_profile(profile: ProfileConfig, steps: int, world_size: int) -> None:
+    """The run has the steps and the ranks."""
+    if profile.steps and max(profile.steps) > steps:
+        problem = f"the run ends after training.steps = {steps}"
+        raise ConfigError("profile.steps", list(profile.steps), problem, "name earlier steps")
+    if max(profile.ranks, default=0) >= world_size:
+        problem = f"there are ranks 0 to {world_size - 1}"
+        raise ConfigError("profile.ranks", list(profile.ranks), problem, "name one of these")
 
 
 def check_global_batch(training: TrainingConfig, sequences: int) -> None:

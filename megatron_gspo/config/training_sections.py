@@ -1,4 +1,4 @@
-"""Sections `training`, `optimizer`, `guard`, `evaluation`, `checkpoint` and `tracking`."""
+"""Sections `training`, `optimizer`, `guard`, `evaluation`, `checkpoint`, `tracking` and `profile`."""
 
 from __future__ import annotations
 
@@ -28,6 +28,13 @@ class TrainingConfig:
     log_prob_memory_gib: Annotated[float, Gt(0)] | None = None
     """GiB of a GPU for logits in the log-prob head, which are computed in tiles; null is 0.25. Where
     all logits of a micro-batch fit, the backward pass does not compute them again."""
+
+    only: Literal["rollout", "train"] | None = None
+    """One half of the loop (docs/profiling.md): generate and score, without an update; or train
+    on the `batches` that are there."""
+    batches: UserPath | None = None
+    """Directory to which each scored rollout batch is written, or from which `only: train` reads
+    them; null writes none."""
 
     @property
     def log_prob_bytes(self) -> int | None:
@@ -150,11 +157,31 @@ class TrackingConfig:
     """Log to Weights & Biases; a string names the project."""
     mlflow: bool | str = False
     """Log to MLflow; a string names the experiment."""
+    trackio: bool | str = False
+    """Log to trackio; a string names the project."""
+    swanlab: bool | str = False
+    """Log to SwanLab; a string names the project."""
     samples_per_step: Annotated[int, Ge(0)] = 4
     """Responses written to `run_dir`/samples per step."""
     ratio_interval: Annotated[int, Ge(0)] = 0
     """Steps between files of importance ratios in `run_dir`/ratios; 0 writes none."""
     detailed_timers: bool = False
     """Time forward, backward and optimizer, which synchronises the GPU."""
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    """Lowest level of the lines that a rank prints and writes to `run_dir`/logs."""
+    log_level_of_rank: dict[int, Literal["debug", "info", "warning", "error"]] = field(
+        default_factory=dict
+    )
+    """Levels of single ranks in place of `log_level`, e.g. {3: debug}."""
     plot: bool = True
     """Plot `run_dir`/curves.png at the end, if matplotlib is installed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProfileConfig:
+    """Steps whose operations and memory are recorded (docs/profiling.md)."""
+
+    steps: tuple[Annotated[int, Ge(1)], ...] = ()
+    """Steps to record, as `metrics.jsonl` counts them."""
+    ranks: tuple[Annotated[int, Ge(0)], ...] = (0,)
+    """Ranks that record these steps."""

@@ -100,7 +100,8 @@ def build_sources(
         if not evaluates:
             return training, None
         return training, in_process(given) if supervised else training
-    if config.rollout.engine in SERVER_KINDS:
+    generates = config.training.only != "train"
+    if generates and config.rollout.engine in SERVER_KINDS:
         kind = group_kind(config, shape, tokenizer, environments)
         servers = _server_source(config, shape, tokenizer, kind)
         return servers, servers

@@ -31,7 +31,7 @@ from megatron_gspo.tracking.progress import Progress
 from megatron_gspo.tracking.run_directory import RunDirectory, evenly_spaced
 from megatron_gspo.tracking.run_environment import describe_environment
 from megatron_gspo.tracking.timeline import draw_timeline
-from megatron_gspo.tracking.trackers import RunInfo, make_trackers
+from megatron_gspo.tracking.trackers import TRACKERS, RunInfo, make_trackers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -133,9 +133,7 @@ class MetricsLogger:
         )
         self._trackers = make_trackers(
             RunInfo(Path(config.run_dir), config.dump(), resumed),
-            tensorboard=tracking.tensorboard,
-            wandb=tracking.wandb,
-            mlflow=tracking.mlflow,
+            **{package: getattr(tracking, package) for package in TRACKERS},
         )
         if self._directory.earlier is not None:
             logger.warning(
@@ -160,7 +158,7 @@ class MetricsLogger:
 
     def _warn_without_checkpoints(self, resume_step: int) -> None:
         section = self._config.checkpoint
-        if section.save_interval:
+        if section.save_interval or self._config.training.only == "rollout":
             return
         where = f"step {resume_step}" if resume_step else "the beginning"
         line = "checkpoint.save_interval is 0: no checkpoint is written, "
@@ -228,8 +226,9 @@ class MetricsLogger:
             ratios = ratio_arrays(update, self._tokenizer)
         if not self._active:
             return
-        with writing(self._directory.timeline):
-            self._directory.write_timeline(step, spans)
+        if spans:
+            with writing(self._directory.timeline):
+                self._directory.write_timeline(step, spans)
         by_layer = routing.measured.by_layer()
         if any(value is not None for value in by_layer.values()):
             with writing(self._directory.routing):
@@ -288,6 +287,7 @@ class MetricsLogger:
         if self._config.tracking.plot:
             try:
                 draw_run(self._config.run_dir)
-                draw_timeline(self._config.run_dir)
+                if self._directory.timeline.exists():
+                    draw_timeline(self._config.run_dir)
             except (ImportError, ValueError, OSError) as error:
                 logger.warning(f"the curves were not plotted: {error}")

@@ -1,9 +1,10 @@
-"""The scored rollouts of the step after a checkpoint, kept inside it: a run killed in its updates
-generates only once.
+"""The scored rollouts of a step in a file: of the step after a checkpoint, kept inside it, so that a
+run killed in its updates generates only once; and of each step, if ``training.batches`` is set.
 
-Generation is most of a step's cost. The file is stored in the checkpoint whose weights sampled the
-rollouts and is deleted with it. It is written atomically, by every rank that has samples its own
-part, and used only if everything that the samples depend on is unchanged.
+Generation is most of a step's cost. The file in a checkpoint is of the rollouts that its weights
+sampled and is deleted with it. A file is written atomically, by every rank that has samples its own
+part, and used only if everything that the samples depend on is unchanged. ``training.only: train``
+uses it in any case, so that one batch can be trained on with other settings.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ import torch.distributed as dist
 from megatron_gspo.config import Config
 from megatron_gspo.data.sample import Prompt, Sample
 from megatron_gspo.data.sample_batch import ROW, SampleBatch
+from megatron_gspo.errors import RunError, writing
+from megatron_gspo.given_names import BATCHES
 from megatron_gspo.loop.generation import DataCursor, Rollout
 from megatron_gspo.mcore.checkpoint.checkpoint_files import ROLLOUTS
 from megatron_gspo.parallel.host_exchange import gather_rows_of_ranks, sum_over_ranks
@@ -34,6 +37,7 @@ from megatron_gspo.terminal import get_logger
 logger = get_logger(__name__)
 
 _FILE = ROLLOUTS  # a line of JSON, the table, then a section of each rank: its samples as they are sent between ranks
+_PROMPTS = "the set of prompts"
 _CHUNK = 64 << 20  # bytes that are encoded at once, about
 _SECTION = np.dtype([("bytes", np.int64), ("crc32", np.int64)])
 
@@ -48,6 +52,30 @@ class RolloutCache:
 
     engine_name: str
     """Name of the group source's engine."""
+
+    def of_step(self, step: int, checkpoint: Path | None, draw: Callable[[], Rollout]) -> Rollout:
+        """The rollouts of a step (counted from 0): those in ``training.batches`` for half of the
+        loop, else those of `read_or_draw`, which are then written there.
+
+        Raises ``RunError`` where ``training.only: train`` finds none.
+        """
+        training = self.config.training
+        if training.batches is None:
+            return self.read_or_draw(checkpoint, draw)
+        folder = Path(training.batches) / BATCHES.file_name(step + 1)
+        rollout = None if training.only is None else self.read(folder)
+        if rollout is None and training.only == "train":
+            raise RunError(
+                f"training.batches = {training.batches}: has no batch of step {step + 1} that can"
+                " be used; write it with training.only: rollout, or lower training.steps"
+            )
+        if rollout is None:
+            rollout = self.read_or_draw(checkpoint, draw)
+            if dist.get_rank() == 0:
+                with writing(folder):
+                    folder.mkdir(parents=True, exist_ok=True)
+            self.write(folder, rollout)
+        return rollout
 
     def read_or_draw(self, checkpoint: Path | None, draw: Callable[[], Rollout]) -> Rollout:
         """The rollouts that are kept in the checkpoint, or those of ``draw``, which are then kept
@@ -167,6 +195,8 @@ class RolloutCache:
             if zlib.crc32(table) != crc32:
                 raise _Damaged("the file is damaged")
             now = self.conditions(np.frombuffer(table, dtype=ROW))
+            if self.config.training.only == "train":
+                now = {_PROMPTS: now[_PROMPTS]}
             changed = next(
                 (key for key, value in now.items() if head["made with"].get(key) != value), None
             )
@@ -204,7 +234,7 @@ class RolloutCache:
         )
         conditions["the agent's file"] = _digest_of_file(self.config.agents.function or "")
         drawn = np.unique(table["prompt_index"]).tolist()
-        conditions["the set of prompts"] = _digest(self.prompts, drawn)
+        conditions[_PROMPTS] = _digest(self.prompts, drawn)
         return json.loads(json.dumps(conditions, default=str))
 
 

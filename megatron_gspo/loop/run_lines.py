@@ -86,7 +86,9 @@ def start_lines(config: Config, *, prompts: int, held_out: int, verifier: str) -
 def end_lines(config: Config, state: LoopState, *, held_out: int) -> list[str]:
     """How long the run took, its files, and the command that evaluates it."""
     folder = Path(config.run_dir)
-    result = f"trained {_steps(state.step)} in {format_time(state.wall_seconds)}"
+    trains = config.training.only != "rollout"
+    done = "trained" if trains else "generated"
+    result = f"{done} {_steps(state.step)} in {format_time(state.wall_seconds)}"
     if state.accuracy_after is not None:
         before = (
             "" if state.accuracy_before is None else f"{100 * state.accuracy_before:.1f} % before, "
@@ -94,7 +96,11 @@ def end_lines(config: Config, state: LoopState, *, held_out: int) -> list[str]:
         result += f"; held-out accuracy {before}{100 * state.accuracy_after:.1f} % after"
     files = [f"{name} ({words})" for name, words in _RESULTS if _has_content(folder / name)]
     lines = [result, f"results in {folder}: {', '.join(files)}"]
-    if _has_content(folder / "hf") or _has_content(folder / "checkpoints"):
+    if not trains:
+        lines.append(
+            f"train on these batches with: training.only=train training.batches={config.training.batches}"
+        )
+    elif _has_content(folder / "hf") or _has_content(folder / "checkpoints"):
         tasks = "" if held_out else " --tasks FILE"
         lines.append(f"evaluate it with: {program()} evaluate {folder}{tasks}")
     else:

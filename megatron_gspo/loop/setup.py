@@ -79,7 +79,8 @@ class Components:
         """Whether training samples come from the policy, so that the engine needs its weights
         after every step.
         """
-        return not self.config.algorithm.is_supervised
+        config = self.config
+        return not config.algorithm.is_supervised and config.training.only != "train"
 
     @cached_property
     def weights(self) -> Weights:
@@ -121,6 +122,9 @@ def build_components(config: Config, *, engine: RolloutEngine | None = None) -> 
         train, held_out, dropped = load_data(config, tokenizer, prompt_cache(config))
     except ImportError as error:  # an optional package; the message names it
         raise PromptError(str(error)) from None
+    generates = config.training.only != "train"
+    if not generates:
+        held_out = []
     check_prompts(config, train, held_out, shape.vocab_size)
     environments = make_environments(config)
     rewards = build_rewards(config, environments)
@@ -139,7 +143,7 @@ def build_components(config: Config, *, engine: RolloutEngine | None = None) -> 
     policy.config.timers = UpdateClock() if config.tracking.detailed_timers else None
     policy.critic = _critic(config, groups, options) if config.algorithm.needs_critic else None
     reference = _reference(config, policy, options) if config.algorithm.needs_reference else None
-    if engine is None and config.rollout.engine == "embedded":
+    if engine is None and generates and config.rollout.engine == "embedded":
         engine = embedded_engine(config, shape, tokenizer)
     source, eval_source = build_sources(
         config, shape, tokenizer, environments, evaluates=bool(held_out), given=engine

@@ -47,13 +47,12 @@ def step_work(
     updates_policy: whether the policy was trained, and not the value model alone.
     """
     policy = _flops_by_sample(batch, shape, config)
-    scored = policy.total * (
-        (config.algorithm.has_ratio and config.algorithm.old_log_probs == "recompute")
-        + config.algorithm.needs_reference
-    )
+    trains = config.training.only != "rollout"
+    passes = config.algorithm.has_ratio and config.algorithm.old_log_probs == "recompute"
+    scored = policy.total * (passes + config.algorithm.needs_reference) * trains
     trained = policy.trained * updates_policy
     recomputed = policy.recomputed * updates_policy
-    if config.algorithm.needs_critic:
+    if config.algorithm.needs_critic and trains:
         critic = _flops_by_sample(batch, replace(shape, value_head=True), config)
         scored = scored + critic.total
         trained = trained + critic.trained

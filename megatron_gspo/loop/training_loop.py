@@ -28,6 +28,8 @@ from megatron_gspo.loop.log_probs import with_log_probs
 from megatron_gspo.loop.loss_masking import mask_samples
 from megatron_gspo.loop.metrics_logging import MetricsLogger
 from megatron_gspo.loop.optimizer_steps import Update, run_optimizer_steps
+from megatron_gspo.loop.profiling import Profiler, out_of_memory_explained
+from megatron_gspo.loop.rank_log import rank_log
 from megatron_gspo.loop.rollout_cache import RolloutCache
 from megatron_gspo.loop.rollout_correction import correct_mismatch
 from megatron_gspo.loop.routing import RoutingReplay, same_routers
@@ -64,10 +66,14 @@ def train(config: Config, *, engine: RolloutEngine | None = None) -> LoopState:
     check_user_optimizers(config)
     callbacks = load_callbacks(config, collapse_guard(config))
     with ExitStack() as stack:
+        stack.enter_context(rank_log(config))
         stop_requested = stack.enter_context(stop_on_signal())
         run = build_components(config, engine=engine)
         stack.callback(shutdown, keep_distributed=keep_distributed)
         stack.enter_context(run)
+        stack.enter_context(out_of_memory_explained(run.policy, config.run_dir))
+        profiler = Profiler(config.profile, config.run_dir)
+        stack.enter_context(profiler.on_signal())
         stack.enter_context(sole_writer(config.run_dir))
         state, checkpoint = resume(run.policy, config)
         logger = stack.enter_context(
@@ -78,13 +84,15 @@ def train(config: Config, *, engine: RolloutEngine | None = None) -> LoopState:
         checkpoints = stack.enter_context(
             CheckpointManager(run.policy, config.checkpoint, config.run_dir, checkpoint)
         )
+        trains = config.training.only != "rollout"
         timers = Timers()
         started = time.monotonic() - state.wall_seconds
         state = _prepare_start(run, state, logger, timers, callbacks)
         while state.step < config.training.steps:
-            trained = train_step(run, state, checkpoints, timers, callbacks)
-            state = state.after_step(trained.cursor, len(trained.batch), trained.work.tokens)
-            metrics, failure = _prepare_next(run, state.step, timers)
+            with profiler.step(state.step + 1):
+                trained = train_step(run, state, checkpoints, timers, callbacks)
+                state = state.after_step(trained.cursor, len(trained.batch), trained.work.tokens)
+                metrics, failure = _prepare_next(run, state.step, timers)
             accuracy = metrics.get("eval/accuracy", state.accuracy_after)
             metrics |= trained.metrics
             asked = callbacks.after_step(state.step, add_metrics(metrics, trained.callback_metrics))
@@ -116,13 +124,16 @@ def train(config: Config, *, engine: RolloutEngine | None = None) -> LoopState:
                     raise failure
             stopping = next((after for after in asked.values() if after.stop), None)
             stops = stop_requested() or stopping is not None
-            if stops or checkpoints.is_due(state.step, config.training.steps):
+            is_due = checkpoints.is_due(state.step, config.training.steps)
+            if trains and (stops or is_due):
                 # Logged with the next step: a step is logged before it is saved.
                 with timers("checkpoint"):
                     checkpoints.begin(state)
             if stops and state.step < config.training.steps:
                 checkpoints.finish()
-                resumes = f"start again to resume from {checkpoints.current}"
+                resumes = "start again to go on after the batches that are written"
+                if trains:
+                    resumes = f"start again to resume from {checkpoints.current}"
                 if stopping is not None:
                     raise StoppedRun(f"{stopping.stop}; {resumes}{stopping.resume_hint}")
                 logger.info(f"stopped by SIGUSR1 after step {state.step}; {resumes}")
@@ -130,12 +141,11 @@ def train(config: Config, *, engine: RolloutEngine | None = None) -> LoopState:
         checkpoints.finish()
         state = replace(state, wall_seconds=time.monotonic() - started)
         callbacks.end(state)
-        exported = (
-            export(run.policy, Path(config.run_dir) / "hf") if config.checkpoint.export_hf else None
-        )
-        if run.policy.trained_lora is not None and config.checkpoint.export_hf:
+        exports = config.checkpoint.export_hf and trains
+        exported = export(run.policy, Path(config.run_dir) / "hf") if exports else None
+        if run.policy.trained_lora is not None and exports:
             export_adapters(run.policy, Path(config.run_dir) / "adapters")
-        if run.policy.critic is not None and config.checkpoint.export_hf:
+        if run.policy.critic is not None and exports:
             export(run.policy.critic, Path(config.run_dir) / "critic_hf")
         logger.finish(asdict(state) | {"exported": exported and str(exported)})
         logger.info_lines(lambda: end_lines(config, state, held_out=len(run.eval_prompts)))
@@ -180,10 +190,12 @@ def train_step(
     )
     seed_generators(config.seed, step, ROLLOUT)
     with checkpoints.saved_on_engine_failure(state):
-        rollout = cache.read_or_draw(
-            checkpoints.current, lambda: generator.draw(step, state.data_cursor, timers)
+        rollout = cache.of_step(
+            step, checkpoints.current, lambda: generator.draw(step, state.data_cursor, timers)
         )
-        cursor = generator.prepare_for_training(step, rollout.cursor)
+        cursor = rollout.cursor
+        if config.training.only is None:
+            cursor = generator.prepare_for_training(step, cursor)
     callback_metrics = callbacks.after_rollout(step, rollout.batch) if callbacks else {}
     seed_generators(config.seed, step, UPDATE)
     groups = run.policy.groups
@@ -193,6 +205,10 @@ def train_step(
     routing.check_rollout_routes(rollout.batch)
     with timers("exchange"):
         batch = move_samples(rollout.batch, plan.replica, groups, routes=routing.shape)
+    if config.training.only == "rollout":
+        metrics = rollout.metrics | _rollout_metrics(run, batch, step)
+        work = step_work(batch, run.policy.shape, config, plan, updates_policy=False)
+        return TrainedStep(batch, cursor, routing, Update({}), work, metrics, callback_metrics)
     batch, score_metrics = with_log_probs(
         batch, run.policy, run.reference, config, plan, routing, timers
     )
@@ -206,10 +222,7 @@ def train_step(
     )
     batch, correction_metrics = correct_mismatch(batch, config.algorithm)
     metrics = rollout.metrics | score_metrics | mask_metrics | correction_metrics
-    metrics |= sample_metrics(batch, version=step, supervised=config.algorithm.is_supervised)
-    metrics |= source_metrics(batch.table, run.prompts.prompts)
-    if config.agents.is_on or config.rollout.environment is not None:
-        metrics |= agent_metrics(batch)
+    metrics |= _rollout_metrics(run, batch, step)
     checkpoints.poll(timers)  # most of a step's time has passed
     checkpoints.weights_change()
     update = Update({"updates": 0.0, "updates/skipped": 0.0})
@@ -221,6 +234,15 @@ def train_step(
     metrics |= update.metrics | routing.measured.metrics()
     work = step_work(batch, run.policy.shape, config, plan, updates_policy=updates_policy)
     return TrainedStep(batch, cursor, routing, update, work, metrics, callback_metrics)
+
+
+def _rollout_metrics(run: Components, batch: TrainingBatch, step: int) -> dict[str, float]:
+    config = run.config
+    metrics = sample_metrics(batch, version=step, supervised=config.algorithm.is_supervised)
+    metrics |= source_metrics(batch.table, run.prompts.prompts)
+    if config.agents.is_on or config.rollout.environment is not None:
+        metrics |= agent_metrics(batch)
+    return metrics
 
 
 def _start_lines(run: Components) -> list[str]:

@@ -36,6 +36,7 @@ FILES_OF_A_RUN = (
     "summary.json",
     "curves.png",
     "timeline.svg",
+    "profile",
     "hf",
     "adapters",
     "critic_hf",
@@ -43,6 +44,9 @@ FILES_OF_A_RUN = (
     "tensorboard",
     "wandb_id",
     "mlflow_id",
+    "trackio_id",
+    "swanlab",
+    "swanlab_id",
 )
 _TEMPORARY = r"(metrics|routing|rollouts|timeline)\.jsonl\.tmp|config\.yaml\.tmp|summary\.json\.tmp"
 _TEMPORARY_STEP = r"step_[0-9]{6,}\.(jsonl|npz)\.tmp"

@@ -39,7 +39,7 @@ def draw_timeline(run_dir: str | Path, output: str | Path | None = None) -> Path
     """
     run_dir = Path(run_dir)
     file = run_dir / "timeline.jsonl"
-    records = [record for record in read_metrics(file) if record["spans"]] if file.exists() else []
+    records = read_metrics(file) if file.exists() else []
     if not records:
         raise ValueError(f"{run_dir}: has no time line to draw; train at least one step")
     try:
@@ -47,7 +47,8 @@ def draw_timeline(run_dir: str | Path, output: str | Path | None = None) -> Path
     except ImportError:
         raise ImportError("drawing needs matplotlib: pip install 'megatron-gspo[plot]'") from None
     output = Path(output or run_dir / "timeline.svg")
-    with rc_context({**svg_style("timeline"), "text.parse_math": False}):
+    style: Any = {**svg_style("timeline"), "text.parse_math": False}
+    with rc_context(style):
         _draw(evenly_spaced(records, _MOST_STEPS), run_dir.resolve().name, output)
     return output
 

@@ -14,27 +14,23 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from megatron_gspo.errors import first_line
 from megatron_gspo.terminal import outlive_terminal
-from megatron_gspo.tracking.trackers import MLflow, RunInfo, TensorBoard, Tracker, WandB
-
-KINDS: dict[str, Callable[[RunInfo, str], Tracker]] = {
-    "tensorboard": lambda run, project: TensorBoard(run),
-    "wandb": WandB,
-    "mlflow": MLflow,
-}
+from megatron_gspo.tracking.trackers import TRACKERS, RunInfo, Tracker
 
 
 def main() -> None:
     replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    requests = os.fdopen(os.dup(0), encoding="utf-8")
     os.dup2(2, 1)  # what the package prints is no reply
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # nor is a request its user's answer
     outlive_terminal()
     tracker: Tracker | None = None
-    for line in sys.stdin:
+    for line in requests:
         request: dict[str, Any] = json.loads(line)
         error = None
         try:
@@ -58,7 +54,7 @@ def main() -> None:
 def _start(request: Mapping[str, Any]) -> Tracker:
     sys.argv[:] = request["command"]  # W&B shows it
     run = RunInfo(Path(request["path"]), request["config"], request["resume_step"])
-    return KINDS[request["kind"]](run, request["project"])
+    return TRACKERS[request["kind"]].make(run, request["project"])
 
 
 if __name__ == "__main__":

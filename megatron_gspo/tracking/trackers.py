@@ -1,4 +1,5 @@
-"""Thin adapters to TensorBoard, Weights & Biases and MLflow.
+"""Thin adapters to TensorBoard, Weights & Biases, MLflow, trackio and SwanLab: one class and one row
+of `TRACKERS` each.
 
 metrics.jsonl is written in any case.
 """
@@ -68,7 +69,7 @@ class RemoteTracker:
     """
 
     def __init__(self, kind: str, run: RunInfo, project: str) -> None:
-        """kind: tensorboard, wandb or mlflow."""
+        """kind: a key of `TRACKERS`."""
         self._process: subprocess.Popen[bytes] | None = None
         self._settings = {
             "kind": kind,
@@ -204,6 +205,70 @@ class MLflow:
         self._client.set_terminated(self._id)
 
 
+class Trackio:
+    """One trackio run, in its local database or where trackio's own variables say."""
+
+    def __init__(self, run: RunInfo, project: str) -> None:
+        import trackio
+
+        # A run's name is its identity.
+        name = _stored_id(run, "trackio_id", lambda: f"{run.path.name}-{uuid.uuid4().hex[:8]}")
+        self._run = trackio.init(project, name=name, config=flat(run.config), resume="allow")
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._run.log(dict(metrics), step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class SwanLab:
+    """One SwanLab experiment. Log-in, mode and host are swanlab's own settings (SWANLAB_MODE=offline
+    works)."""
+
+    def __init__(self, run: RunInfo, project: str) -> None:
+        import swanlab
+
+        self._run = swanlab.init(
+            project=project,
+            name=run.path.name,
+            config=dict(run.config),
+            log_dir=str(run.path / "swanlab"),
+            id=_stored_id(run, "swanlab_id", lambda: uuid.uuid4().hex[:21]),
+            resume="allow",
+        )
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._run.log(dict(metrics), step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+@dataclass(frozen=True)
+class TrackerKind:
+    """A tracker that a run can have."""
+
+    name: str
+    """As the user knows it."""
+
+    make: Callable[[RunInfo, str], Tracker]
+    """Start it for a run in a project."""
+
+    installs: str = "'megatron-gspo[tracking]'"
+    """What pip installs it with."""
+
+
+TRACKERS = {
+    "tensorboard": TrackerKind("TensorBoard", lambda run, project: TensorBoard(run)),
+    "wandb": TrackerKind("W&B", WandB),
+    "mlflow": TrackerKind("MLflow", MLflow),
+    "trackio": TrackerKind("trackio", Trackio, "trackio"),
+    "swanlab": TrackerKind("SwanLab", SwanLab, "swanlab"),
+}
+"""By their package, which is their key in ``tracking``."""
+
+
 class TrackerSet:
     """Several trackers as one. A thread of each hands it the metrics, so that a slow or unreachable
     service delays no step; a tracker that fails is reported in one line and left out."""
@@ -298,37 +363,24 @@ class _Feed:
             self._tracker.kill()
 
 
-def make_trackers(
-    run: RunInfo,
-    *,
-    tensorboard: bool = False,
-    wandb: bool | str = False,
-    mlflow: bool | str = False,
-) -> TrackerSet:
-    """The enabled trackers.
+def make_trackers(run: RunInfo, **enabled: bool | str) -> TrackerSet:
+    """The trackers that are enabled, by their names in `TRACKERS`.
 
-    A string is the name of the project (W&B) or experiment (MLflow); True takes "megatron-gspo".
-    Raises ImportError, one line, if a package is missing.
+    A string is the name of the project, or experiment of MLflow; True takes "megatron-gspo". Raises
+    ImportError, one line, if a package is missing.
     """
     trackers = TrackerSet()
-    for tracker, name, given in (
-        ("tensorboard", "TensorBoard", tensorboard),
-        ("wandb", "W&B", wandb),
-        ("mlflow", "MLflow", mlflow),
-    ):
+    for package, given in enabled.items():
         if given:
-            _check_installed(tracker)
+            kind = TRACKERS[package]
+            if importlib.util.find_spec(package) is None:
+                raise ImportError(
+                    f"tracking.{package} is set: {package} is not installed; "
+                    f"pip install {kind.installs} or set the key to false"
+                )
             project = given if isinstance(given, str) else "megatron-gspo"
-            trackers.add(name, RemoteTracker(tracker, run, project))
+            trackers.add(kind.name, RemoteTracker(package, run, project))
     return trackers
-
-
-def _check_installed(package: str) -> None:
-    if importlib.util.find_spec(package) is None:
-        raise ImportError(
-            f"tracking.{package} is set: {package} is not installed; "
-            "pip install 'megatron-gspo[tracking]' or set the key to false"
-        )
 
 
 def _stored_id(run: RunInfo, file_name: str, make: Callable[[], str]) -> str:

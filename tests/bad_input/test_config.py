@@ -52,6 +52,18 @@ CASES = (
         shows=("write algorithm.rollout_is: geometric",),
     ),
     Case(
+        "half of the loop without batches",
+        "needs a directory of rollout batches",
+        ("training.only=train",),
+        shows=("training.only = train", "set training.batches"),
+    ),
+    Case(
+        "a profile of a step after the end",
+        "the run ends after training.steps",
+        ("profile.steps=[1000000]",),
+        shows=("profile.steps = [1000000]", "name earlier steps"),
+    ),
+    Case(
         "unknown algorithm",
         "is no preset; set one of",
         ("algorithm.name=reinforce",),

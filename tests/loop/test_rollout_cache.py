@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from megatron_gspo.config import Config
 from megatron_gspo.data.sample_batch import SampleBatch
+from megatron_gspo.errors import RunError
 from megatron_gspo.loop.generation import DataCursor, Rollout
 from megatron_gspo.loop.rollout_cache import _FILE, RolloutCache
 from tests.support.collapse_noise import noise_section
@@ -122,3 +123,39 @@ def without_a_checkpoint(rank: int, world: int, folder: str) -> None:
 
 def test_nothing_is_kept_without_a_checkpoint(tmp_path):
     run_distributed(without_a_checkpoint, 1, str(tmp_path))
+
+
+def batches_of_steps(rank: int, world: int, folder: str) -> list[Any]:
+    """A batch is written by any run, read by half of one, and for training under any settings."""
+    training = {"batches": folder}
+    whole = cache(training=training)
+    whole.of_step(0, None, drawn)
+    file = Path(folder) / "step_000001"
+    as_expected = [same(cache().read(file), drawn())]
+    again = whole.of_step(0, None, lambda: replaced(drawn()))
+    as_expected.append(again.cursor == DataCursor(9, ()))  # a whole run draws
+    trains = cache("other.Engine", training=training | {"only": "train"}, rollout={"top_k": 3})
+    train_again = trains.of_step(0, None, lambda: pytest.fail("it is written"))
+    as_expected.append(train_again.cursor == DataCursor(9, ()))
+    rolls = cache(training=training | {"only": "rollout"})
+    kept = rolls.of_step(0, None, lambda: pytest.fail("it is written"))
+    as_expected.append(kept.cursor == DataCursor(9, ()))
+    as_expected.append(same(rolls.of_step(1, None, drawn), drawn()))
+    with pytest.raises(RunError, match="has no batch of step 3 that can be used; write it with"):
+        trains.of_step(2, None, drawn)
+    others = cache(
+        prompts=[make_prompt(i, text="other") for i in range(4)],
+        training=training | {"only": "train"},
+    )
+    with pytest.raises(RunError, match="has no batch of step 1"):
+        others.of_step(0, None, drawn)
+    return as_expected
+
+
+def replaced(rollout: Rollout) -> Rollout:
+    return Rollout(rollout.batch, DataCursor(9, ()), rollout.metrics)
+
+
+def test_batches_of_steps_are_written_and_read(tmp_path: Path) -> None:
+    results = run_distributed(batches_of_steps, 2, str(tmp_path))
+    assert results == [[True] * 5] * 2

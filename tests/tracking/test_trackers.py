@@ -2,6 +2,7 @@
 line.
 """
 
+import json
 import logging
 import re
 import socket
@@ -82,6 +83,90 @@ def test_a_missing_package_is_named(
         str(caught.value) == f"tracking.{name} is set: {name} is not installed; "
         "pip install 'megatron-gspo[tracking]' or set the key to false"
     )
+
+
+@pytest.mark.parametrize("name", ["trackio", "swanlab"])
+def test_a_missing_package_of_its_own_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(ImportError, match=f"pip install {name} or set the key to false"):
+        make_trackers(RunInfo(tmp_path, {}), **{name: True})
+
+
+FAKES = Path(__file__).parents[1] / "support" / "tracker_packages"
+
+
+@pytest.fixture
+def fake_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Packages with the signatures of trackio's and SwanLab's, which write what they are given to
+    the file that is returned."""
+    calls = tmp_path / "calls.jsonl"
+    monkeypatch.setenv("FAKE_TRACKER_CALLS", str(calls))
+    monkeypatch.syspath_prepend(str(FAKES))
+    for name in ("trackio", "swanlab"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    return calls
+
+
+IN_FAKES = pytest.mark.parametrize(
+    ("package", "name"), [("trackio", "trackio"), ("swanlab", "SwanLab")]
+)
+
+
+@IN_FAKES
+def test_a_resumed_run_goes_on_under_its_identity(
+    tmp_path: Path, fake_packages: Path, package: str, name: str
+) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    for resume, step in ((None, 1), (1, 2)):
+        info = RunInfo(run, {"optimizer": {"lr": 0.5}}, resume)
+        trackers = make_trackers(info, **{package: "project"})
+        trackers.log(step, {"reward/mean": 0.5, "entropy": None})
+        trackers.close(300.0)
+    calls = [json.loads(line) for line in fake_packages.read_text().splitlines()]
+    first, logged, ended, again, *_ = calls
+    assert [call["call"] for call in calls] == ["init", "log", "finish"] * 2
+    assert first["project"] == "project" and first["resume"] == "allow"
+    assert first["identity"] == again["identity"] == (run / f"{package}_id").read_text().strip()
+    assert first["config"] in ({"optimizer.lr": 0.5}, {"optimizer": {"lr": 0.5}})
+    assert logged == {"call": "log", "metrics": {"reward/mean": 0.5}, "step": 1}
+    assert ended == {"call": "finish"}
+
+
+@IN_FAKES
+@pytest.mark.parametrize("fault", ["no network", "wrong key", "asks", "ends"])
+def test_a_service_out_of_reach_is_one_line(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    lines: list[str],
+    fake_packages: Path,
+    package: str,
+    name: str,
+    fault: str,
+) -> None:
+    """It refuses the connection or the key, asks for a key that nobody types, or its process ends
+    in the middle."""
+    monkeypatch.setenv("FAKE_TRACKER_FAULT", fault)
+    log_two_steps({package: True}, tmp_path)
+    [line] = lines
+    assert line.startswith(f"{name} failed and is not used any more: ") and "\n" not in line
+
+
+@IN_FAKES
+def test_a_service_that_hangs_in_the_middle_delays_nothing(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    lines: list[str],
+    fake_packages: Path,
+    package: str,
+    name: str,
+) -> None:
+    monkeypatch.setenv("FAKE_TRACKER_FAULT", "hangs")
+    log_two_steps({package: True}, tmp_path, seconds=1.0)
+    late = "it did not take the last metrics in time; metrics.jsonl has them"
+    assert lines == [f"{name} failed and is not used any more: {late}"]
 
 
 class Lines(logging.Handler):

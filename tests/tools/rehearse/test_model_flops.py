@@ -65,6 +65,16 @@ def head_padding(shape: Any, length: int) -> tuple[float, float]:
     return forward, products * (3 * (width - key) + 2 * (width - value))
 
 
+def bias_sums(shape: Any, length: int) -> float:
+    """The backward pass of the experts' biases, whose sums are products with some equal rows."""
+    from megatron_gspo.mcore.expert_products import STRIDE
+
+    if not shape.linear_bias:
+        return 0.0
+    rows = length * shape.experts_per_token * sum(shape.moe_layers)
+    return 2 * STRIDE * rows * (2 * shape.moe_ffn_hidden_size + shape.hidden_size)
+
+
 def counted(record: RankRecord, phase: str) -> int:
     return sum(record.flops[phase].values())
 
@@ -82,7 +92,7 @@ def assert_agrees(record: RankRecord, shape: Any, config: Any, *, world: int = 1
     recompute = config.model.recompute_granularity
     trained += float(forward.recomputed(recompute)[0])
     passes = 1 if recompute == "none" else 2
-    trained += passes * padding + padding_backward
+    trained += passes * padding + padding_backward + bias_sums(shape, length)
     assert counted(record, "forward_backward") == samples * trained
 
 
