@@ -8,21 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from megatron_gspo.models.companions import QUANTIZATION_KEYS
 from megatron_gspo.models.config_defaults import HFConfig, shown
 from megatron_gspo.models.families import check_names
 from megatron_gspo.models.family import Family
 from megatron_gspo.models.hf_checkpoint import CheckpointReader
 from megatron_gspo.models.model_shape import ModelError, ModelShape, read_config
+from megatron_gspo.models.packed_int4 import group_size
 from megatron_gspo.models.rule_tables import VALUE_HEAD
 from megatron_gspo.models.stacked_experts import tensor_of
+from megatron_gspo.models.stored_formats import quantization_settings
 from megatron_gspo.models.tensor_sizes import tensor_sizes
 
-_HEAD = "lm_head.weight"
 _READABLE = ("fp8", "mxfp4")  # as bfloat16, `CheckpointReader`
 # Ends of names of tensors that only quantised checkpoints have, and what writes them.
 _QUANTIZED_NAMES = (
@@ -72,17 +71,22 @@ def check_quantization(config: HFConfig, names: Collection[str]) -> None:
     """Raise ``ModelError`` for weights in a format that is not read, by the config or by the
     names of the tensors.
     """
-    settings: Any = next((config[key] for key in QUANTIZATION_KEYS if config.get(key)), {})
+    settings = quantization_settings(config)
     if not isinstance(settings, dict):
         raise ModelError(
             f"quantization_config={shown(settings)} in config.json is no object; download it again"
         )
     method = settings.get("quant_method", "compressed-tensors" if settings else None)
-    by_name = None
-    for end, writer in _QUANTIZED_NAMES:
-        if by_name is None and any(name.endswith(end) for name in names):
-            by_name = writer
-    if by_name is None and method in (None, *_READABLE):
+    is_int4 = method == "compressed-tensors" and group_size(settings) is not None
+    by_name = next(
+        (
+            writer
+            for end, writer in _QUANTIZED_NAMES
+            if not (is_int4 and writer == method) and any(name.endswith(end) for name in names)
+        ),
+        None,
+    )
+    if by_name is None and (is_int4 or method in (None, *_READABLE)):
         return
     how = by_name
     if method not in (None, *_READABLE):
@@ -93,7 +97,8 @@ def check_quantization(config: HFConfig, names: Collection[str]) -> None:
     elif "bits" in settings:
         problem += f" ({shown(str(settings['bits']) + ' bits')})"
     raise ModelError(
-        f"{problem}; give the model in bfloat16, block FP8 or MXFP4, or dequantise it first"
+        f"{problem}; give the model in bfloat16, block FP8, MXFP4 or INT4 in groups,"
+        " or dequantise it first"
     )
 
 
@@ -122,18 +127,19 @@ def _compare(name: str, stored: tuple[int, ...], wanted: tuple[int, ...]) -> Non
 def _check_tied(reader: CheckpointReader, family: Family, shape: ModelShape) -> None:
     """An output weight beside tied embeddings is the embedding. Transformers 5 would use another
     one all the same, and servers would not."""
-    if _HEAD not in reader.names:
+    head = family.output_weight
+    if head not in reader.names:
         return
     embedding = next(rule for rule in family.outer if rule.is_vocabulary).names()[0]
     rows, hidden = reader.shape(embedding)
-    is_same = reader.shape(_HEAD) == (rows, hidden)
+    is_same = reader.shape(head) == (rows, hidden)
     step = max(_PART_BYTES // (4 * hidden), 1)
     for start in range(0, rows, step):
         stop = min(start + step, rows)
         is_same = is_same and torch.equal(
-            reader.read(_HEAD, 0, start, stop), reader.read(embedding, 0, start, stop)
+            reader.read(head, 0, start, stop), reader.read(embedding, 0, start, stop)
         )
     if not is_same:
-        problem = f"tie_word_embeddings=true in config.json, and {_HEAD} is not {embedding}"
-        fix = f"set tie_word_embeddings to false to train {_HEAD}, or remove {_HEAD} from the files"
+        problem = f"tie_word_embeddings=true in config.json, and {head} is not {embedding}"
+        fix = f"set tie_word_embeddings to false to train {head}, or remove {head} from the files"
         raise ModelError(f"{problem}: Transformers 5 would not tie them, and servers would; {fix}")

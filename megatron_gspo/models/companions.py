@@ -19,6 +19,7 @@ import torch
 
 from megatron_gspo.models.config_defaults import HFConfig
 from megatron_gspo.models.model_shape import ModelError, read_json
+from megatron_gspo.models.stored_formats import QUANTIZATION_KEYS
 
 _PATTERNS = (
     "config.json",
@@ -177,9 +178,6 @@ def _without_quantization(config: HFConfig) -> HFConfig:
             key: value for key, value in text.items() if key not in QUANTIZATION_KEYS
         }
     return kept
-
-
-QUANTIZATION_KEYS = ("quantization_config", "compression_config")
 
 
 def _write_json(file: Path, content: dict[str, Any]) -> None:

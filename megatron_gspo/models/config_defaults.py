@@ -89,6 +89,7 @@ DEFAULTS: dict[str, HFConfig] = {
     "qwen3_5_moe": _QWEN35_MOE,
     "deepseek_v3": _DEEPSEEK_V3,
     "kimi_k2": _DEEPSEEK_V3,
+    "kimi_k25": _DEEPSEEK_V3,
     "glm4_moe_lite": {
         **_ATTENTION,
         **_GROUPED_SIGMOID,
@@ -155,6 +156,20 @@ TEXT_SIZES: dict[str, HFConfig] = {
         "num_hidden_layers": 40,
         "shared_expert_intermediate_size": 512,
     },
+    "kimi_k25": {
+        "hidden_size": 7168,
+        "intermediate_size": 18432,
+        "kv_lora_rank": 512,
+        "moe_intermediate_size": 2048,
+        "n_routed_experts": 256,
+        "num_attention_heads": 128,
+        "num_experts_per_tok": 8,
+        "num_hidden_layers": 61,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "vocab_size": 129280,
+    },
 }
 # Other names of a key, which Transformers takes for it (`attribute_map` of the config classes).
 _ALIASES: dict[str, dict[str, str]] = {
@@ -162,7 +177,7 @@ _ALIASES: dict[str, dict[str, str]] = {
     "gpt_oss": {"num_experts": "num_local_experts"},
     "minimax_m2": {"num_experts": "num_local_experts"},
     **dict.fromkeys(
-        ("deepseek_v3", "kimi_k2", "glm4_moe", "glm4_moe_lite"),
+        ("deepseek_v3", "kimi_k2", "kimi_k25", "glm4_moe", "glm4_moe_lite"),
         {"num_local_experts": "n_routed_experts", "num_mtp_layers": "num_nextn_predict_layers"},
     ),
 }

@@ -1,8 +1,8 @@
-"""Multi-head latent attention with sigmoid routers: DeepSeek-V3 (also Moonlight), Kimi-K2 and
-GLM-4.7-Flash.
+"""Multi-head latent attention with sigmoid routers: DeepSeek-V3 (also Moonlight), Kimi-K2, the
+language model of Kimi-K2.5, and GLM-4.7-Flash.
 
-Sources: transformers ``modeling_deepseek_v3.py`` and ``modeling_glm4_moe_lite.py``, and the files
-of the published models.
+Sources: transformers ``modeling_deepseek_v3.py``, ``modeling_glm4_moe_lite.py`` and
+``conversion_mapping.py``, and the files of the published models.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from megatron_gspo.models.rule_tables import (
     LATENT_ATTENTION,
     UNGATED_SHARED_EXPERTS,
 )
+from megatron_gspo.models.with_images import with_images
 
 
 def _deepseek(config: HFConfig) -> ModelShape:
@@ -83,8 +84,23 @@ def _latent(config: HFConfig, moe_layers: tuple[bool, ...]) -> ModelShape:
 
 
 _RULES = {"latent_attention": LATENT_ATTENTION}, DENSE, EXPERTS + UNGATED_SHARED_EXPERTS
+# What names begin with in the files of Kimi-K2.5.
+_IN_WHOLE = {"model.": "language_model.model.", "lm_head.": "language_model.lm_head."}
+_DEEPSEEK_V3 = Family(
+    "deepseek_v3",
+    _deepseek,
+    *_RULES,
+    in_transformers=tuple((whole, alone) for alone, whole in _IN_WHOLE.items()),
+)
 DEEPSEEK = (
-    Family("deepseek_v3", _deepseek, *_RULES),
+    _DEEPSEEK_V3,
     Family("kimi_k2", _deepseek, *_RULES, type_in_transformers="deepseek_v3"),
+    with_images(
+        _DEEPSEEK_V3,
+        "kimi_k25",
+        starts=_IN_WHOLE,
+        carried=("vision_tower.", "mm_projector."),
+        text_types=("kimi_k2", "deepseek_v3"),
+    ),
     Family("glm4_moe_lite", _glm_lite, *_RULES),
 )

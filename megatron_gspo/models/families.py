@@ -94,7 +94,7 @@ def check_names(names: set[str], family: Family, shape: ModelShape) -> None:
     expected = set(checkpoint_names(hugging_face_names(family, shape)))
     names = names - carried_names(names, shape)
     if shape.tied_embeddings or shape.value_head:
-        names = names - {"lm_head.weight"}
+        names = names - {family.output_weight}
     if shape.value_head:
         names = names | set(VALUE_HEAD.hugging_face)
     if missing := sorted(expected - names):

@@ -44,6 +44,12 @@ class Family:
         """Whether checkpoints hold all experts of a layer in one tensor."""
         return any(tensor_of(name)[1] is not None for rule in self.experts for name in rule.names())
 
+    @property
+    def output_weight(self) -> str:
+        """The name of the output weight in checkpoints."""
+        output = next(rule for rule in self.outer if rule.megatron == VALUE_HEAD.megatron)
+        return output.names()[0]
+
     def layer_rules(self, shape: ModelShape, layer: int) -> tuple[Rule, ...]:
         """The rules of layer ``layer``, its mixer's first."""
         feed_forward = self.experts if shape.moe_layers[layer] else self.dense

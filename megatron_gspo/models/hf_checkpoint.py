@@ -25,14 +25,17 @@ from torch import Tensor
 from megatron_gspo.errors import DiskError, describe_disk, first_line, writing
 from megatron_gspo.given_names import RANDOM_END, folders_named, is_real_folder, move_aside
 from megatron_gspo.models.companions import copy_companions
-from megatron_gspo.models.config_defaults import shown
 from megatron_gspo.models.model_shape import ModelError, read_config, read_json
-from megatron_gspo.models.mxfp4 import BLOCKS, SCALES, dequantized
-from megatron_gspo.models.quantization.formats import dequantize_blocks
 from megatron_gspo.models.stacked_experts import tensor_of
+from megatron_gspo.models.stored_formats import (
+    AS_IT_IS,
+    Region,
+    StoredFormat,
+    formats_of,
+    quantization_settings,
+)
 
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-_SCALE = "_scale_inv"  # of a tensor in 8 bits, at the end of its name
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 MAX_SHARD_BYTES = 4 << 30
@@ -42,9 +45,8 @@ _UNREAD = re.compile(r"(.+\.)?rotary_emb\.inv_freq")  # a buffer of older files 
 class CheckpointReader:
     """The tensors of a Hugging Face directory by name, read lazily and by slice; a context manager.
 
-    Tensors in 8 bits with a scale for each block (DeepSeek-V3's ``weight_scale_inv``) and in MXFP4
-    (gpt-oss) are read as bfloat16; the scales have no names of their own. ``name[i]`` is slice i of
-    a tensor (``stacked_experts.py``).
+    Quantised tensors are read as bfloat16 (``stored_formats.py``). ``name[i]`` is slice i of a
+    tensor (``stacked_experts.py``).
 
     Raises ``ModelError`` naming the file that is missing or damaged, or the tensor.
     """
@@ -107,49 +109,24 @@ class CheckpointReader:
 
     @property
     def names(self) -> set[str]:
-        packed = {
-            name
-            for name in self._files
-            if name.removesuffix(_SCALE) not in self._files or not _is_scale(name)
-        }
-        quantized = {
-            name.removesuffix(BLOCKS)
-            for name in packed
-            if self._is_mxfp4(name.removesuffix(BLOCKS))
-        }
-        stored = {name + end for name in quantized for end in (BLOCKS, SCALES)}
-        return {name for name in quantized | packed - stored if _UNREAD.fullmatch(name) is None}
-
-    def _is_mxfp4(self, name: str) -> bool:
-        return name + BLOCKS in self._files and name + SCALES in self._files
+        return {name for name in self._formats if _UNREAD.fullmatch(name) is None}
 
     @cached_property
-    def _block(self) -> tuple[int, int]:
-        """Rows and columns that share a scale."""
-        settings = read_config(self.path).get("quantization_config")
-        size: object = None
-        if isinstance(settings, dict):
-            size = settings.get("weight_block_size")
-        if not size:
-            return 128, 128
-        if (
-            not isinstance(size, list)
-            or len(size) != 2
-            or not all(type(length) is int and length > 0 for length in size)
-        ):
-            raise ModelError(
-                f"weight_block_size={shown(size)} in config.json is not supported; give two sizes"
-            )
-        return size[0], size[1]
+    def _formats(self) -> dict[str, StoredFormat]:
+        return formats_of(self._files.keys())
 
-    def _read_type(self, name: str) -> str:
-        """The type that a tensor is read as, by the name that safetensors has for it."""
-        if self._is_mxfp4(name):
-            return "BF16"
-        stored = self._file(name).get_slice(name).get_dtype()
-        if stored == "F8_E4M3" and name + _SCALE in self._files:
-            return "BF16"
-        return stored
+    @cached_property
+    def quantization(self) -> dict[str, Any]:
+        """What config.json says of how the weights are quantised; empty where it says nothing."""
+        settings = quantization_settings(read_config(self.path))
+        return settings if isinstance(settings, dict) else {}
+
+    def stored(self, name: str) -> Any:
+        """safetensors' slice of a tensor in the files."""
+        return self._file(name).get_slice(name)
+
+    def _format(self, name: str) -> StoredFormat:
+        return self._formats.get(name, AS_IT_IS)
 
     def _file(self, name: str) -> Any:
         if name not in self._files:
@@ -194,33 +171,20 @@ class CheckpointReader:
                         " again"
                     )
         for name in self.names:
-            stored = self._read_type(name)
+            stored_format = self._format(name)
+            stored = stored_format.read_type(self, name)
             if stored not in _DTYPES:
                 known = ", ".join(_DTYPES)
                 raise ModelError(
                     f"{name} is stored as {stored}; use a checkpoint that isn't quantised ({known})"
                 )
-            self._check_scales(name)
-
-    def _check_scales(self, name: str) -> None:
-        """The scales of a tensor in 8 bits are those of its blocks."""
-        if self._is_mxfp4(name) or name + _SCALE not in self._files:
-            return
-        sizes = self._file(name).get_slice(name).get_shape()
-        stored = self._file(name + _SCALE).get_slice(name + _SCALE).get_shape()
-        blocks = [-(-size // block) for size, block in zip(sizes, self._block, strict=False)]
-        if len(sizes) != 2 or stored != blocks:
-            problem = (
-                f"is {tuple(stored)} in the checkpoint; {name} of {tuple(sizes)} in blocks of"
-                f" {self._block}"
-            )
-            raise ModelError(f"{name + _SCALE} {problem} has scales of {tuple(blocks)}")
+            stored_format.check(self, name)
 
     def common_dtype(self, but: Collection[str] = ()) -> torch.dtype:
         """The type of all tensors ``but`` these; ``ModelError`` naming two that differ."""
         tensor_of_type: dict[str, str] = {}
         for name in sorted(self.names.difference(but)):
-            tensor_of_type.setdefault(self._read_type(name), name)
+            tensor_of_type.setdefault(self._format(name).read_type(self, name), name)
         types = list(tensor_of_type)
         if len(types) > 1:
             first = f"{tensor_of_type[types[0]]} is {types[0]}"
@@ -231,14 +195,8 @@ class CheckpointReader:
     def shape(self, name: str) -> tuple[int, ...]:
         """The whole tensor's sizes."""
         name, index = tensor_of(name)
-        if self._is_mxfp4(name):
-            *outer, rows, blocks, size = (
-                self._file(name + BLOCKS).get_slice(name + BLOCKS).get_shape()
-            )
-            stored = [*outer, blocks * size * 2, rows]
-        else:
-            stored = self._file(name).get_slice(name).get_shape()
-        return tuple(stored if index is None else stored[1:])
+        sizes = self._format(name).sizes(self, name)
+        return tuple(sizes if index is None else sizes[1:])
 
     def read(
         self, name: str, dim: int | None = None, start: int = 0, stop: int | None = None
@@ -247,40 +205,8 @@ class CheckpointReader:
         read.
         """
         name, index = tensor_of(name)
-        if self._is_mxfp4(name):
-            return self._read_mxfp4(name, index, dim=dim, start=start, stop=stop)
-        stored = self._file(name).get_slice(name)
-        region = [slice(None), slice(None)]
-        if dim is not None:
-            region[dim] = slice(start, stop)
-        if index is None:
-            values = stored[:] if dim is None else stored[tuple(region[: dim + 1])]
-        else:
-            values = stored[index] if dim is None else stored[(index, *region[: dim + 1])]
-        if values.dtype != torch.float8_e4m3fn or name + _SCALE not in self._files:
-            return values
-        scales = self._file(name + _SCALE).get_tensor(name + _SCALE)
-        firsts = (start if dim == 0 else 0, start if dim == 1 else 0)
-        return dequantize_blocks(values, scales, firsts=firsts, block=self._block).bfloat16()
-
-    def _read_mxfp4(
-        self, name: str, index: int | None, *, dim: int | None, start: int, stop: int | None
-    ) -> Tensor:
-        """Published models store its transpose: the rows of the blocks are the last dimension
-        here.
-        """
-        block_rows = slice(start, stop) if dim == 1 else slice(None)
-
-        def stored(end: str) -> Tensor:
-            tensor = self._file(name + end).get_slice(name + end)
-            return tensor[:, block_rows] if index is None else tensor[index, block_rows]
-
-        values = dequantized(stored(BLOCKS), stored(SCALES)).transpose(-1, -2)
-        return values[start:stop] if dim == 0 else values
-
-
-def _is_scale(name: str) -> bool:
-    return name.endswith(_SCALE)
+        region = Region(dim, start, stop, index)
+        return self._format(name).read(self, name, region)
 
 
 def read_index(folder: Path) -> dict[str, str]:

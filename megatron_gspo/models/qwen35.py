@@ -22,7 +22,7 @@ from megatron_gspo.models.config_defaults import HFConfig
 from megatron_gspo.models.config_reader import only
 from megatron_gspo.models.family import Family
 from megatron_gspo.models.mapping_rules import Rule, Shard
-from megatron_gspo.models.model_shape import ModelError, ModelShape
+from megatron_gspo.models.model_shape import ModelShape
 from megatron_gspo.models.qwen_next import (
     DELTA_NET,
     GATED_ATTENTION,
@@ -36,11 +36,10 @@ from megatron_gspo.models.qwen_next import (
 from megatron_gspo.models.rule_tables import (
     DENSE,
     EXPERTS,
-    OUTER,
     SHARED_EXPERT,
     STACKED_EXPERTS,
-    in_language_model,
 )
+from megatron_gspo.models.with_images import with_images
 
 # Keys of published configs that Transformers does not read, with what it computes.
 _FIXED: tuple[tuple[str, Any], ...] = (
@@ -108,7 +107,7 @@ _DELTA_NET = tuple(
     ),
 )
 _MIXERS = {"attention": GATED_ATTENTION, "gated_delta_net": _DELTA_NET}
-# Names in a whole model's files and in the language model alone.
+# What names begin with in a whole model's files and in the language model alone.
 _ALONE = (("model.language_model.", "model."),)
 _DENSE_TEXT = Family("qwen3_5_text", _qwen3_5, _MIXERS, DENSE, in_transformers=_ALONE)
 _MOE_TEXT = Family(
@@ -121,37 +120,16 @@ _MOE_TEXT = Family(
 )
 
 
-def _with_vision(text: Family, experts: tuple[Rule, ...] = ()) -> Family:
-    """The family of the published models, of whose language models ``text`` is.
-
-    ``experts``: their rules.
-    """
-
-    def shape(config: HFConfig) -> ModelShape:
-        model_type = config["text_config"]
-        if isinstance(model_type, dict):
-            model_type = model_type.get("model_type", text.model_type)
-        if model_type != text.model_type:
-            raise ModelError(
-                f"model_type={model_type!r} in the text_config of a {config['model_type']} config.json is"
-                f" not supported; known: {text.model_type!r}"
-            )
-        text_shape = text.shape(config)
-        return replace(text_shape, carried=(*text_shape.carried, "model.visual."))
-
-    return Family(
-        text.model_type.removesuffix("_text"),
-        shape,
-        {kind: in_language_model(rules) for kind, rules in text.mixers.items()},
-        in_language_model(text.dense),
-        in_language_model(experts),
-        in_language_model(OUTER),
-    )
-
-
+_IN_WHOLE = {"model.": "model.language_model."}
 QWEN35 = (
     _DENSE_TEXT,
-    _with_vision(_DENSE_TEXT),
+    with_images(_DENSE_TEXT, "qwen3_5", starts=_IN_WHOLE, carried=("model.visual.",)),
     _MOE_TEXT,
-    _with_vision(_MOE_TEXT, STACKED_EXPERTS + SHARED_EXPERT),
+    with_images(
+        _MOE_TEXT,
+        "qwen3_5_moe",
+        starts=_IN_WHOLE,
+        carried=("model.visual.",),
+        experts=STACKED_EXPERTS + SHARED_EXPERT,
+    ),
 )

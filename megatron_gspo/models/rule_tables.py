@@ -7,10 +7,6 @@ and without.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable
-from dataclasses import replace
-
 from megatron_gspo.models.mapping_rules import (
     Rule,
     Shard,
@@ -222,19 +218,3 @@ BIASED_EXPERTS = (
     ),
     Rule((_EXPERT + "linear_fc2.bias",), ("mlp.experts.down_proj_bias[{expert}]",)),
 )
-
-
-def in_language_model(rules: Iterable[Rule]) -> tuple[Rule, ...]:
-    """The same rules for the checkpoint of a model that reads images too, whose language model
-    is a part of it.
-    """
-    return tuple(
-        replace(
-            rule,
-            prefix=rule.prefix.replace("model.", "model.language_model.", 1),
-            hugging_face=tuple(
-                re.sub(r"^model\.", "model.language_model.", name) for name in rule.hugging_face
-            ),
-        )
-        for rule in rules
-    )

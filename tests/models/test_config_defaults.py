@@ -24,6 +24,7 @@ KINDS = (
     "qwen35_moe_text",
     "deepseek",
     "moonlight",
+    "kimi",
     "glm_lite",
     "glm",
     "gpt_oss",

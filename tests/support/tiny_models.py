@@ -14,6 +14,7 @@ from transformers import (
     Glm4MoeConfig,
     Glm4MoeLiteConfig,
     GptOssConfig,
+    Kimi_K25Config,
     MiniMaxM2Config,
     PretrainedConfig,
     Qwen2MoeConfig,
@@ -106,10 +107,59 @@ _VISION = dict(
     out_hidden_size=32,
     num_position_embeddings=16,
 )
-# As the published models are, with a vision tower.
-_PUBLISHED: dict[str, type[PretrainedConfig]] = {
-    "qwen35": Qwen3_5Config,
-    "qwen35_moe": Qwen3_5MoeConfig,
+_MOON_VISION = dict(
+    num_hidden_layers=1,
+    hidden_size=16,
+    intermediate_size=16,
+    num_attention_heads=2,
+    patch_size=2,
+    pos_emb_height=4,
+    pos_emb_width=4,
+)
+# The quantization_config of Kimi-K2.5.
+INT4 = dict(
+    config_groups=dict(
+        group_0=dict(
+            input_activations=None,
+            output_activations=None,
+            targets=["Linear"],
+            weights=dict(
+                actorder=None,
+                block_structure=None,
+                dynamic=False,
+                group_size=32,
+                num_bits=4,
+                observer="minmax",
+                observer_kwargs={},
+                strategy="group",
+                symmetric=True,
+                type="int",
+            ),
+        )
+    ),
+    format="pack-quantized",
+    ignore=[
+        "re:.*self_attn.*",
+        "re:.*shared_experts.*",
+        r"re:.*mlp\.(gate|up|gate_up|down)_proj.*",
+        "re:.*lm_head.*",
+        "re:vision_tower.*",
+        "re:mm_projector.*",
+    ],
+    kv_cache_scheme=None,
+    quant_method="compressed-tensors",
+    quantization_status="compressed",
+)
+# As the published models are, with a vision tower: their language models' kinds, and what they have
+# besides.
+_PUBLISHED: dict[str, tuple[type[PretrainedConfig], str, dict[str, object]]] = {
+    "qwen35": (Qwen3_5Config, "qwen35_text", dict(vision_config=_VISION)),
+    "qwen35_moe": (Qwen3_5MoeConfig, "qwen35_moe_text", dict(vision_config=_VISION)),
+    "kimi": (
+        Kimi_K25Config,
+        "deepseek",
+        dict(vision_config=_MOON_VISION, projection_hidden_size=16),
+    ),
 }
 _ZERO_CENTRED = {"next", "qwen35", "qwen35_text", "qwen35_moe", "qwen35_moe_text"}
 _FAMILIES: dict[str, tuple[type[PretrainedConfig], dict[str, object]]] = {
@@ -154,9 +204,10 @@ def tiny_config(kind: str = "moe", **overrides: object) -> PretrainedConfig:
         pad_token_id=0,
     )
     if kind in _PUBLISHED:
-        text = tiny_config(f"{kind}_text", **overrides).to_dict()
+        whole, text_kind, besides = _PUBLISHED[kind]
+        text = tiny_config(text_kind, **overrides).to_dict()
         tied = text["tie_word_embeddings"]
-        return _PUBLISHED[kind](text_config=text, vision_config=_VISION, tie_word_embeddings=tied)
+        return whole(text_config=text, tie_word_embeddings=tied, **besides)
     if kind in _FAMILIES:
         family, facts = _FAMILIES[kind]
         if "qk_rope_head_dim" in facts:
@@ -190,6 +241,8 @@ def save_tiny_model(
     """Write a random model; returns the directory. Norms and biases are drawn too, so that a
     swap of two shows.
     """
+    if kind == "kimi":
+        return save_kimi_model(path, seed, dtype, **overrides)
     torch.manual_seed(seed)
     auto = AutoModelForImageTextToText if kind in _PUBLISHED else AutoModelForCausalLM
     model = auto.from_config(tiny_config(kind, **overrides)).to(dtype)
@@ -210,6 +263,42 @@ def save_tiny_model(
                 buffer.data = torch.empty(buffer.shape).uniform_(-0.12, 0.12)
     # the published files have the experts of a layer in one tensor, as Transformers has in memory
     model.save_pretrained(path, save_original_format=kind not in _PUBLISHED)
+    return str(path)
+
+
+def save_kimi_model(
+    path: str | Path,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    *,
+    packed: bool = False,
+    **overrides: object,
+) -> str:
+    """A random model under the names of Kimi-K2.5's files, which Transformers 5.24 reads and does
+    not write. packed: experts in INT4, as published; their sizes are then 64 and 32, since a group
+    has 32 columns. Returns the directory."""
+    sizes = dict(hidden_size=64, moe_intermediate_size=32) if packed else {}
+    save_tiny_model(path, "deepseek", seed, dtype, **{**sizes, **overrides})
+    file = Path(path) / "model.safetensors"
+    tensors = {f"language_model.{name}": value for name, value in load_file(file).items()}
+    g = torch.Generator().manual_seed(seed)
+    for name in [name for name in tensors if packed and ".experts." in name]:
+        rows, columns = tensors.pop(name).shape
+        words = torch.randint(-(2**31), 2**31, (rows, columns // 8), generator=g)
+        scales = torch.rand(rows, columns // 32, generator=g) / 8
+        tensors[name + "_packed"] = words.int()
+        tensors[name + "_scale"] = scales.bfloat16()
+        tensors[name + "_shape"] = torch.tensor([rows, columns], dtype=torch.int32)
+    tensors["vision_tower.patch_embed.proj.weight"] = torch.randn(
+        16, 3, 2, 2, generator=g, dtype=dtype
+    )
+    tensors["mm_projector.pre_norm.weight"] = torch.randn(16, generator=g, dtype=dtype)
+    save_file(tensors, file, metadata={"format": "pt"})
+    config = tiny_config("kimi", **{**sizes, **overrides}).to_dict()
+    config["text_config"]["model_type"] = "kimi_k2"
+    if packed:
+        config["text_config"]["quantization_config"] = INT4
+    (Path(path) / "config.json").write_text(json.dumps(config))
     return str(path)
 
 
