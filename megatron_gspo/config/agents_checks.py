@@ -62,6 +62,9 @@ def check_agents(
             problem = "runs of agents have one verifier"
             fix = "set data.verifier, which can read prompt.source"
             raise ConfigError(f"data.sources.{source.name}.verifier", source.verifier, problem, fix)
+    if data.verifier == "judge_ranking":
+        problem = "runs of agents are scored as they end, not beside those of their prompt"
+        raise ConfigError("data.verifier", data.verifier, problem, "set judge")
     if any(source.chat_template for source in data.by_source.values()):
         problem = "the agent writes the messages, and gets the prompt as it is in the data"
         fix = "set it to false, and for rows of chat messages data.prompt_key: prompt.0.content"

@@ -10,13 +10,18 @@ from pathlib import Path
 
 from megatron_gspo.config.code_section import COMPILE_SECONDS
 from megatron_gspo.config.config_error import ConfigError
-from megatron_gspo.config.data_sections import DataConfig
+from megatron_gspo.config.data_sections import (
+    JUDGE_GRACE,
+    JUDGE_REQUEST_SECONDS,
+    JUDGES,
+    DataConfig,
+)
 from megatron_gspo.config.prompt_paths import matching_paths
 from megatron_gspo.config.server_urls import check_url, without_password
 from megatron_gspo.user_code import is_import_path
 
 _SOURCE_NAME = re.compile(r"[A-Za-z0-9_-]+")
-VERIFIERS = ("exact_match", "math_verify", "reasoning_gym", "code")
+VERIFIERS = ("exact_match", "math_verify", "reasoning_gym", "code", *JUDGES, "reward_model")
 # Arguments of `apply_chat_template` that are not the template's, and what sets them.
 _OF_OTHER_KEYS = {
     "add_generation_prompt": "set data.last_assistant_message",
@@ -90,6 +95,11 @@ def _check_source(data: DataConfig) -> None:
     _check_verifier(data)
     if data.resolved_verifier == "code":
         _check_code(data)
+    if data.resolved_verifier in JUDGES:
+        _check_judge(data)
+    if data.resolved_verifier == "reward_model" and data.verifier_timeout is not None:
+        problem = "has no meaning for reward_model, which runs in the training process"
+        raise ConfigError("data.verifier_timeout", data.verifier_timeout, problem, "set null")
     check_prompt_format(data)
 
 
@@ -180,6 +190,19 @@ def _check_code(data: DataConfig) -> None:
                 "is not the address of a server",
                 "give http://host:port, without user, path or query",
             ) from None
+
+
+def _check_judge(data: DataConfig) -> None:
+    """A batch has time for at least one request."""
+    request_timeout = data.verifier_options.get("request_timeout", JUDGE_REQUEST_SECONDS)
+    if not isinstance(request_timeout, (int, float)) or request_timeout <= 0:
+        key = "data.verifier_options.request_timeout"
+        raise ConfigError(key, request_timeout, "is no number of seconds", "set one above 0")
+    needed = request_timeout + JUDGE_GRACE
+    if data.verifier_timeout is None or data.verifier_timeout < needed:
+        problem = "is the limit for all requests of a batch, and ends it before one of them"
+        fix = f"set at least {needed:g}, or a lower verifier_options.request_timeout"
+        raise ConfigError("data.verifier_timeout", data.verifier_timeout, problem, fix)
 
 
 def check_data_files(data: DataConfig) -> None:

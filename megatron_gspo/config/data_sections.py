@@ -10,6 +10,10 @@ from annotated_types import Ge, Gt
 from megatron_gspo.config.code_section import CodeConfig
 from megatron_gspo.config.paths import UserPath
 
+JUDGES = ("judge", "judge_ranking")
+JUDGE_GRACE = 1.0  # seconds between the end of a judge's requests and `verifier_timeout`
+JUDGE_REQUEST_SECONDS = 60.0  # default of `verifier_options.request_timeout`
+
 
 @dataclass(frozen=True, kw_only=True)
 class TaskConfig:
@@ -101,8 +105,9 @@ class DataConfig:
     keep_special_tokens: bool = True
     """Whether verifiers and environments see special tokens of responses."""
     verifier: UserPath | None = None
-    """exact_match, math_verify, reasoning_gym, code, or the import path of your own
-    (docs/extending.md); null is reasoning_gym with a task, else exact_match."""
+    """exact_match, math_verify, reasoning_gym, code, judge, judge_ranking, reward_model
+    (docs/judges.md), or the import path of your own (docs/extending.md); null is reasoning_gym with
+    a task, else exact_match."""
     verifier_options: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of the verifier, e.g. {style: boxed}."""
     verifier_timeout: Annotated[float, Gt(0)] | None = 10.0
@@ -164,8 +169,12 @@ class DataConfig:
     def resolved_verifier_options(self) -> dict[str, Any]:
         """Keyword arguments of the verifier.
 
-        The tests of a response end in time for its last one to be killed.
+        The tests of a response end in time for its last one to be killed, and the requests of a
+        judge in time for the scores of those that were answered.
         """
+        if self.resolved_verifier in JUDGES:
+            assert self.verifier_timeout is not None
+            return self.verifier_options | {"time_limit": self.verifier_timeout - JUDGE_GRACE}
         if self.resolved_verifier != "code":
             return self.verifier_options
         assert self.verifier_timeout is not None

@@ -141,10 +141,10 @@ class MappedPrompts(Sequence[Prompt]):
             return MappedPrompts(self._files, self.largest_token, self._chosen[index])
         position = self._chosen[index]
         ids = self._values_of(_TOKENS, _TOKEN_ENDS, position).astype(np.int64)
-        text, answer, metadata = json.loads(
+        text, answer, metadata, messages = json.loads(
             self._values_of(_RECORDS, _RECORD_ENDS, position).tobytes()
         )
-        return Prompt(position, ids, text, answer, metadata)
+        return Prompt(position, ids, text, answer, metadata, messages=messages)
 
     def _values_of(self, name: str, ends_name: str, position: int) -> np.ndarray:
         """The values of one prompt in a file, whose ends are in another."""
@@ -268,7 +268,8 @@ def _write_arrays(
                 continue
             largest = max(largest, int(prompt.token_ids.max()))
             tokens.write(prompt.token_ids.astype("<i4").tobytes())
-            records.write(json.dumps([prompt.text, prompt.answer, prompt.metadata]).encode())
+            record = [prompt.text, prompt.answer, prompt.metadata, prompt.messages]
+            records.write(json.dumps(record).encode())
             ends[_TOKEN_ENDS].append(tokens.tell() // 4)
             ends[_RECORD_ENDS].append(records.tell())
             digests.append(token_digest(prompt))

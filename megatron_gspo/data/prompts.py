@@ -258,14 +258,13 @@ class _RowReader:
         answer = None
         if messages is None:
             text = data.prompt_template.replace("{question}", question)
+            messages = [{"role": "user", "content": text}]
             answered = False
             if data.chat_template:
                 self._remark_special_token(location, question)
-                text = self._apply_template(
-                    location, row, [{"role": "user", "content": text}], continues=False
-                )
+                text = self._apply_template(location, row, messages, continues=False)
         else:
-            text, answer, answered = self._text_of_messages(
+            text, messages, answer, answered = self._text_of_messages(
                 location, row, self._mend(location, messages)
             )
         if not answered and data.answer_key is not None:
@@ -286,12 +285,21 @@ class _RowReader:
         ids = self._encode(location, text)
         if not ids:
             raise PromptError(f"{location}: key {data.prompt_key!r} is empty; remove the row")
-        return Prompt(index, np.array(ids, dtype=np.int64), text, answer, metadata)
+        return Prompt(
+            index,
+            np.array(ids, dtype=np.int64),
+            text,
+            answer,
+            metadata,
+            messages=json_able(messages),
+        )
 
     def _text_of_messages(
         self, location: Location, row: Row, messages: list[Message]
-    ) -> tuple[str, str | None, bool]:
-        """(text of the prompt, answer in the messages, whether the answer comes from there)."""
+    ) -> tuple[str, list[Message], str | None, bool]:
+        """(text of the prompt, messages in it, answer in the messages, whether the answer comes
+        from there).
+        """
         data = self._data
         key = data.prompt_key
         if not data.chat_template:
@@ -336,7 +344,7 @@ class _RowReader:
             if message["role"] != "assistant" and isinstance(message["content"], str):
                 self._remark_special_token(location, message["content"])
         text = self._apply_template(location, row, messages, continues=continues)
-        return text, answer, data.last_assistant_message == "answer"
+        return text, messages, answer, data.last_assistant_message == "answer"
 
     def _apply_template(
         self, location: Location, row: Row, messages: list[Message], *, continues: bool

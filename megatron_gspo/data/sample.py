@@ -38,6 +38,10 @@ class Prompt:
     source: str = ""
     """Name of its source in `data.sources`; empty without any."""
 
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    """The row's messages, without the system message of the config; a question is the user's.
+    JSON-able."""
+
     @property
     def length(self) -> int:
         """Tokens in the prompt."""

@@ -13,7 +13,7 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron_gspo.config import CheckpointConfig, Config
-from megatron_gspo.errors import SharedEngineError
+from megatron_gspo.errors import RunError, SharedEngineError
 from megatron_gspo.loop.earlier_run import check_no_input_is_moved, continued_settings
 from megatron_gspo.loop.generation import DataCursor
 from megatron_gspo.loop.timers import Timers
@@ -28,6 +28,7 @@ from megatron_gspo.mcore.checkpoint.file_image import FileImage
 from megatron_gspo.mcore.checkpoint.save_load import AsyncSave, begin_save, load_checkpoint
 from megatron_gspo.mcore.policy import Policy
 from megatron_gspo.parallel.rank_zero import run_on_rank_zero
+from megatron_gspo.rewards.verifiers import VerifierError
 from megatron_gspo.terminal import get_logger
 
 logger = get_logger(__name__)
@@ -174,22 +175,21 @@ class CheckpointManager:
         self._save = None
 
     @contextmanager
-    def saved_on_engine_failure(self, state: LoopState) -> Iterator[None]:
-        """Save the run, unless that is done or in progress, before a `SharedEngineError` ends
-        it.
+    def saved_on_failure(self, state: LoopState) -> Iterator[None]:
+        """Save the run, unless that is done or in progress, before an error that every rank raises
+        ends it: an engine's, or that of a verifier without a reward.
         """
         try:
             yield
-        except SharedEngineError as error:
+        except (SharedEngineError, VerifierError) as error:
             if not state.step:
                 raise
             saved = "" if self.current is not None else "saved, "
             if self.current is None:
                 self.begin(state)
             self.finish()
-            raise SharedEngineError(
-                f"{error}; {saved}start again to resume from {self.current}"
-            ) from error
+            failure = RunError if isinstance(error, VerifierError) else SharedEngineError
+            raise failure(f"{error}; {saved}start again to resume from {self.current}") from error
 
 
 def _choose(config: Config) -> Path | None:

@@ -64,8 +64,8 @@ class Rewards(Protocol):
 @dataclass(frozen=True)
 class VerifierRewards:
     """Rewards of a verifier. Each rank scores the responses that it holds; texts move from ranks
-    with more than their share to ranks with less, or all to rank 0 for a verifier that takes a
-    batch."""
+    with more than their share to ranks with less, or all to rank 0 for a verifier that needs the
+    whole batch."""
 
     scorer: SourceScorers
     name: str
@@ -83,7 +83,7 @@ class VerifierRewards:
             holders = batch.table["holder"]
             group = batch.group
             scorers = balanced_scorers(holders, group_size(group))
-            if self.scorer.takes_batch:
+            if self.scorer.needs_whole_batch:
                 scorers = np.zeros_like(holders)
             texts = _sent(
                 {i: sample.text for i, sample in batch.held.items()}, holders, scorers, group

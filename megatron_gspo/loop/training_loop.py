@@ -55,6 +55,7 @@ from megatron_gspo.mcore.micro_batches import packing_rules
 from megatron_gspo.mcore.process_groups import shutdown
 from megatron_gspo.mcore.seeding import EVALUATION, ROLLOUT, UPDATE, seed_generators
 from megatron_gspo.mcore.user_optimizer import check_user_optimizers
+from megatron_gspo.rewards.verifiers import VerifierError
 from megatron_gspo.rollout.engine_protocol import RolloutEngine
 from megatron_gspo.rollout.sample_exchange import move_samples, replica_homes
 
@@ -119,7 +120,7 @@ def train(config: Config, *, engine: RolloutEngine | None = None) -> LoopState:
             logger.write_step(
                 state.step, trained.batch, trained.routing, trained.update, trained.cursor, spans
             )
-            with checkpoints.saved_on_engine_failure(state):
+            with checkpoints.saved_on_failure(state):
                 if failure is not None:  # raised after the step is logged
                     raise failure
             stopping = next((after for after in asked.values() if after.stop), None)
@@ -189,7 +190,7 @@ def train_step(
         same_routers=same_routers(config),
     )
     seed_generators(config.seed, step, ROLLOUT)
-    with checkpoints.saved_on_engine_failure(state):
+    with checkpoints.saved_on_failure(state):
         rollout = cache.of_step(
             step, checkpoints.current, lambda: generator.draw(step, state.data_cursor, timers)
         )
@@ -307,9 +308,9 @@ def _prepare_start(
 
 def _prepare_next(
     run: Components, step: int, timers: Timers
-) -> tuple[dict[str, float], EngineError | None]:
+) -> tuple[dict[str, float], EngineError | VerifierError | None]:
     """Send the new weights to the engine, and evaluate them if that is due: the metrics, or the
-    engine's error.
+    error of the engine or the verifier.
     """
     metrics: dict[str, float] = {}
     try:
@@ -322,7 +323,7 @@ def _prepare_next(
             metrics |= run.groups.metrics()
         if run.eval_prompts and is_evaluation_due(run.config, step):
             metrics |= _evaluate(run, step, timers)
-    except EngineError as error:
+    except (EngineError, VerifierError) as error:
         return {}, error
     return metrics, None
 

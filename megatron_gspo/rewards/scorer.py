@@ -60,7 +60,7 @@ class RewardScorer:
 
     Attributes:
         description: what the verifier says of itself in one line, None for nothing.
-        takes_batch: whether it must see all responses of a batch at once.
+        takes_batch: whether it scores many responses in a call.
         verdicts: the names of `VERDICTS` that the verifier gives.
     """
 
@@ -100,6 +100,11 @@ class RewardScorer:
             self._pool = RewardPool(verifier, options, timeout=timeout, workers=workers)
             self.description = self._pool.description
             self.takes_batch = self._pool.takes_batch
+
+    @property
+    def needs_whole_batch(self) -> bool:
+        """Whether it must see all responses of a batch at once."""
+        return self.takes_batch and not getattr(self._verifier, "scores_shares", False)
 
     def score(self, samples: Sequence[Sample], prompts: Iterable[Prompt]) -> Scores:
         """Rewards of the samples; each gets the prompt whose index is its prompt_index. Changes no

@@ -17,7 +17,7 @@ class SourceScorers:
 
     scorers: by the name of the source; "" is that of prompts without one. Sources may share a
     scorer. description: what the verifiers say of themselves in one line, None for nothing.
-    takes_batch: whether a verifier must see all responses of a batch at once.
+    needs_whole_batch: whether a verifier must see all responses of a batch at once.
     """
 
     def __init__(self, scorers: Mapping[str, RewardScorer]) -> None:
@@ -25,7 +25,7 @@ class SourceScorers:
         self._distinct = list(dict.fromkeys(scorers.values()))
         said = [scorer.description for scorer in self._distinct if scorer.description]
         self.description = "; ".join(said) or None
-        self.takes_batch = any(scorer.takes_batch for scorer in self._distinct)
+        self.needs_whole_batch = any(scorer.needs_whole_batch for scorer in self._distinct)
 
     def score_texts(self, requests: Sequence[tuple[str, Prompt]]) -> Scores:
         """Rewards of responses, each with its prompt, in their order."""

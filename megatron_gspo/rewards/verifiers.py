@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_gspo.data.optional_module import optional_module
 from megatron_gspo.data.sample import Prompt
-from megatron_gspo.errors import InputError
+from megatron_gspo.errors import InputError, first_line
 from megatron_gspo.rewards.answer_extraction import STYLES, equal_answers, extract_answer
 from megatron_gspo.rewards.reward_signatures import SignatureError, as_verifier
 from megatron_gspo.user_code import load_function, with_neighbours
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
+
+    from megatron_gspo.rewards.judge_servers import JudgeServers
 
 Verifier = Callable[[str, Prompt], float]
 """verifier(response_text, prompt) -> reward, a finite number. It may raise; `RewardScorer` counts
 it.
 
 Its attribute `description`, if it has one, is a line that a run prints at its start. One with the
-attribute `takes_batch` takes all responses of a batch, with a prompt for each, and returns a list."""
+attribute `takes_batch` takes all responses of a batch, with a prompt for each, and returns a list;
+an exception in it is why that response has no reward. With `scores_shares` as well each rank calls
+it with a share of the batch."""
 
 
 class VerifierError(InputError):
@@ -27,8 +34,7 @@ class VerifierError(InputError):
 def load_verifier(name: str, options: dict[str, Any] | None = None) -> Verifier:
     """The verifier of that name.
 
-    name: exact_match, math_verify, reasoning_gym, code, "path/to/file.py:function" or
-        "package.module:function".
+    name: one of `BUILT_IN`, "path/to/file.py:function" or "package.module:function".
     options: for built-in ones the keyword arguments of the `make_...` function below; for others
         keyword arguments of every call.
     Raises VerifierError in one line if it can't be found, loaded or called; ImportError for a
@@ -132,12 +138,80 @@ def make_code(**options: Any) -> Verifier:
         raise VerifierError(f"verifier code: {error}") from error
 
 
-BUILT_IN: dict[str, Callable[..., Verifier]] = {
+def make_judge(
+    *,
+    instructions: str,
+    template: str | None = None,
+    verdict: str | None = None,
+    **servers: Any,
+) -> Any:
+    """The score that a model behind OpenAI-compatible servers gives each response.
+
+    Args:
+        instructions: the system message.
+        template: the user's message, with {question}, {response}, {answer}, {reference} and fields
+            of the row.
+        verdict: import path of a pydantic model of the answer, with a field or property `score`;
+            None: a reason and a score from 0 to 1.
+        servers: arguments of `JudgeServers`.
+    """
+    from megatron_gspo.rewards.judge import SCORE_TEMPLATE, Judge, Verdict
+
+    model = Verdict if verdict is None else _verdict_model(verdict)
+    return Judge(_judge_servers(servers), instructions, template or SCORE_TEMPLATE, model)
+
+
+def make_judge_ranking(*, instructions: str, template: str | None = None, **servers: Any) -> Any:
+    """Scores from a model's ranking of the responses to each prompt.
+
+    The arguments are those of `make_judge`; template has {responses} in place of {response}.
+    """
+    from megatron_gspo.rewards.judge import RANKING_TEMPLATE, RankingJudge
+
+    return RankingJudge(_judge_servers(servers), instructions, template or RANKING_TEMPLATE)
+
+
+def make_reward_model(**options: Any) -> Any:
+    """The score of a sequence classifier; see `reward_model.RewardModel`."""
+    from megatron_gspo.rewards.reward_model import RewardModel, RewardModelError
+
+    try:
+        return RewardModel(**options)
+    except RewardModelError as error:
+        raise VerifierError(f"verifier reward_model: {error}") from error
+
+
+BUILT_IN: dict[str, Callable[..., Any]] = {
     "exact_match": make_exact_match,
     "math_verify": make_math_verify,
     "reasoning_gym": make_reasoning_gym,
     "code": make_code,
+    "judge": make_judge,
+    "judge_ranking": make_judge_ranking,
+    "reward_model": make_reward_model,
 }
+
+
+def _judge_servers(settings: dict[str, Any]) -> JudgeServers:
+    from megatron_gspo.rewards.judge_servers import JudgeServers
+
+    try:
+        return JudgeServers(**settings)
+    except (ValueError, OSError) as error:
+        raise VerifierError(f"verifier_options: {first_line(error)}") from error
+
+
+def _verdict_model(name: str) -> type[BaseModel]:
+    from pydantic import BaseModel
+
+    model = load_function(name, "verifier_options.verdict", VerifierError)
+    is_model = isinstance(model, type) and issubclass(model, BaseModel)
+    if not is_model or not ("score" in model.model_fields or hasattr(model, "score")):
+        raise VerifierError(
+            f"verifier_options.verdict {name!r}: it must be a class of pydantic.BaseModel with a"
+            " field or property score"
+        )
+    return model
 
 
 def _check_style(style: str) -> None:

@@ -74,6 +74,8 @@ def run_batch(
 
 
 def _checked(value: object) -> Reply:
+    if isinstance(value, Exception):  # of one response of a batch
+        return "error", None, describe(value)
     if isinstance(value, dict) and "score" in value:  # as verl's functions return
         value = value["score"]
     name = value.name if isinstance(value, NamedReward) else None

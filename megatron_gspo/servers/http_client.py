@@ -33,6 +33,7 @@ SERVER_KEEP_ALIVE = 60
 _IDLE_SECONDS = 4.0
 _MAX_QUOTED = 200  # characters of a server's error in ours
 _CHUNK = 1 << 16
+_KEY_SETTING = "sglang.api_key_file (or vllm.api_key_file)"
 
 
 class ServerError(EngineError):
@@ -66,16 +67,22 @@ class ServerClient:
     """Client of one server, or of a router in front of several.
 
     url: `http://host:port` or https, without path. api_key: sent as a bearer token to this server
-    alone. A server on this machine is reached directly, another one through the proxy that the
-    environment names for it, if any.
+    alone. key_setting: what sets it, for messages. A server on this machine is reached directly,
+    another one through the proxy that the environment names for it, if any.
     """
 
     def __init__(
-        self, url: str, session: aiohttp.ClientSession, *, api_key: str | None = None
+        self,
+        url: str,
+        session: aiohttp.ClientSession,
+        *,
+        api_key: str | None = None,
+        key_setting: str = _KEY_SETTING,
     ) -> None:
         self.url = check_url(url)
         self._session = session
         self._key = api_key
+        self._key_setting = key_setting
         self._proxy = proxy_for(self.url)
         # a compressed response can't be bounded while it is read: one chunk may expand a
         # thousandfold
@@ -177,9 +184,13 @@ class ServerClient:
             ) from None
         if response.status != 200:
             by_proxy = self._proxy is not None and response.status in (403, 407)
-            raise _status_error(
-                where, response.status, self.redact(bytes(payload)), by_proxy=by_proxy
-            )
+            if response.status in (401, 403) and not by_proxy:
+                raise ServerError(
+                    f"{where}: refused with {response.status}; set {self._key_setting} to its key",
+                    status=response.status,
+                    retry=False,
+                )
+            raise _status_error(where, response.status, self.redact(bytes(payload)))
         return payload, response.content_type
 
     def _parsed(self, payload: bytearray, content_type: str, path: str) -> Any:
@@ -217,16 +228,8 @@ async def _read(response: aiohttp.ClientResponse, max_bytes: int, where: str) ->
     return payload
 
 
-def _status_error(where: str, status: int, payload: bytes, *, by_proxy: bool) -> ServerError:
-    """by_proxy: a proxy refused the request."""
+def _status_error(where: str, status: int, payload: bytes) -> ServerError:
     words = " ".join(payload[: 4 * _MAX_QUOTED].decode(errors="replace").split())[:_MAX_QUOTED]
-    if status in (401, 403) and not by_proxy:
-        return ServerError(
-            f"{where}: refused with {status}; set sglang.api_key_file (or vllm.api_key_file) to"
-            " its key",
-            status=status,
-            retry=False,
-        )
     retry = status in (408, 425, 429) or status >= 500
     return ServerError(
         f"{where}: answered {status}" + (f": {words}" if words else ""), status=status, retry=retry

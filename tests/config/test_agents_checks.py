@@ -37,6 +37,15 @@ AGENT = "agents.command=[python, agent.py]"
             'algorithm.truncated = "penalize":',
             "set keep or mask",
         ),
+        (
+            [
+                AGENT,
+                "data.verifier=judge_ranking",
+                "data.verifier_timeout=100",
+            ],
+            'data.verifier = "judge_ranking":',
+            "set judge",
+        ),
         ([AGENT, "data.chat_template=true"], "data.chat_template = true:", "set it to false"),
         (
             [AGENT, "algorithm.turn_discount=0.5"],

@@ -54,6 +54,22 @@ NO_TASK = ["data.task=null", "data.verifier=null"]
             'data.code.sandbox_url = "host/run":',
             "http://host:port",
         ),
+        (["data.verifier=judge"], "data.verifier_timeout = 10.0:", "set at least 61,"),
+        (
+            [
+                "data.verifier=judge_ranking",
+                "data.verifier_timeout=null",
+                "data.verifier_options={request_timeout: 20}",
+            ],
+            "data.verifier_timeout = null:",
+            "set at least 21,",
+        ),
+        (
+            ["data.verifier=judge", "data.verifier_options={request_timeout: 20s}"],
+            'data.verifier_options.request_timeout = "20s":',
+            "set one above 0",
+        ),
+        (["data.verifier=reward_model"], "data.verifier_timeout = 10.0:", "set null"),
         (["data.prompt_template='Q:'"], "data.prompt_template =", "{question}"),
         (["data.system_prompt=Hi"], "data.system_prompt =", "data.chat_template: true"),
         (

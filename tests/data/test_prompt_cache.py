@@ -148,6 +148,7 @@ def test_other_kinds_of_files(kind, file):
     for tokenizer in (CharTokenizer(), None):
         loaded = cache_of(file).load(path, tokenizer, DATA)
         assert [prompt.metadata for prompt in loaded.prompts] == [{"n": i} for i in range(5)]
+        assert loaded.prompts[1].messages == [{"role": "user", "content": "ab"}]
     key = cache_key(path, file.parent / "model", DATA, "train")
     if kind == "saved":
         (path / "state.json").write_text((path / "state.json").read_text() + " ")

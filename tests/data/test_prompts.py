@@ -27,6 +27,7 @@ def test_chat_template_system_prompt_and_template(tmp_path):
         path, CharTokenizer(), DataConfig(prompt_template="Q: {question} A:")
     ).prompts
     assert prompts[0].text == "Q: 2{} A:"
+    assert prompts[0].messages == [{"role": "user", "content": "Q: 2{} A:"}]
 
 
 def test_long_prompts_are_dropped_and_counted_or_refused(tmp_path):
@@ -115,10 +116,12 @@ def test_messages_that_end_with_the_assistants():
         read_one(row)
     dropped, notes = read_one(row, last_assistant_message="drop")
     assert (dropped.text, dropped.answer, notes) == ("[user] hi\n[assistant] ", "1", "")
+    assert dropped.messages == [TURN]
     answered, _ = read_one(row, last_assistant_message="answer")
     assert (answered.text, answered.answer) == ("[user] hi\n[assistant] ", "ho")
     continued, _ = read_one(row, last_assistant_message="continue")
     assert (continued.text, continued.answer) == ("[user] hi\n[assistant] ho", "1")
+    assert continued.messages == [TURN, REPLY]
     for action in ("drop", "answer", "continue"):
         alone = [REPLY] if action != "continue" else [REPLY | {"content": ""}]
         with pytest.raises(

@@ -12,12 +12,13 @@ from types import SimpleNamespace
 import pytest
 
 from megatron_gspo.config import CheckpointConfig
-from megatron_gspo.errors import EngineError, SharedEngineError
+from megatron_gspo.errors import EngineError, RunError, SharedEngineError, UserError
 from megatron_gspo.loop import checkpoints
 from megatron_gspo.loop.checkpoints import CheckpointManager, LoopState
 from megatron_gspo.loop.generation import DataCursor
 from megatron_gspo.loop.timers import Timers
 from megatron_gspo.mcore.checkpoint.checkpoint_files import CheckpointError
+from megatron_gspo.rewards.verifiers import VerifierError
 
 
 class Save:
@@ -114,17 +115,30 @@ def test_failing_servers_leave_a_checkpoint(made, begun, saved):
     with pytest.raises(
         SharedEngineError, match=f"^no server; {saved}start again to resume from {made.folder}/2$"
     ):
-        with manager.saved_on_engine_failure(LoopState(step=2)):
+        with manager.saved_on_failure(LoopState(step=2)):
             raise SharedEngineError("no server")
     assert made.events == ["began 2 with None", "finished 2"]
 
 
+def test_a_verifier_that_fails_leaves_a_checkpoint(made):
+    resumes = f"^no judge; saved, start again to resume from {made.folder}/2$"
+    with pytest.raises(RunError, match=resumes) as raised:
+        with made.make().saved_on_failure(LoopState(step=2)):
+            raise VerifierError("no judge")
+    assert made.events == ["began 2 with None", "finished 2"] and raised.value.exit_code == 1
+
+
 @pytest.mark.parametrize(
-    ("step", "error"), [(0, SharedEngineError("no server")), (2, EngineError("one rank's"))]
+    ("step", "error"),
+    [
+        (0, SharedEngineError("no server")),
+        (0, VerifierError("no judge")),
+        (2, EngineError("one rank's")),
+    ],
 )
 def test_other_failures_save_nothing(made, step, error):
-    with pytest.raises(EngineError) as raised:
-        with made.make().saved_on_engine_failure(LoopState(step=step)):
+    with pytest.raises(UserError) as raised:
+        with made.make().saved_on_failure(LoopState(step=step)):
             raise error
     assert raised.value is error and made.events == []
 

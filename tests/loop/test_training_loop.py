@@ -105,7 +105,7 @@ class Checkpoints:
         self.events.append("saved")
 
     @contextlib.contextmanager
-    def saved_on_engine_failure(self, state: LoopState) -> Any:
+    def saved_on_failure(self, state: LoopState) -> Any:
         try:
             yield
         except SharedEngineError:

@@ -27,6 +27,13 @@ async def judged(responses, prompts, *, scale=1.0):
         return None if response == "skip" else scale * float(response == prompt.answer) + calls
     return await asyncio.gather(*map(judge, responses, prompts))
 
+async def named(responses, prompts):
+    async def judge(response):
+        if response == "5":
+            raise ValueError("no verdict")
+        return 1.0
+    return await asyncio.gather(*map(judge, responses), return_exceptions=True)
+
 def too_few(responses, prompts):
     return [1.0]
 
@@ -70,6 +77,14 @@ def test_one_call_and_a_response_without_a_reward(own, timeout):
         scores = scorer.score_texts(requests("4", "skip", "5"))
     np.testing.assert_equal(scores.rewards, np.float32([1.5, np.nan, 1.0]))
     assert scores.counts == {"error": 0, "timeout": 0, "invalid": 1}
+
+
+@pytest.mark.parametrize("timeout", [None, 30.0])
+def test_an_exception_in_the_list_is_the_reason_of_its_response(own, timeout):
+    with RewardScorer(f"{own}:named", timeout=timeout) as scorer:
+        scores = scorer.score_texts(requests("4", "5"))
+    np.testing.assert_equal(scores.rewards, np.float32([1.0, np.nan]))
+    assert scores.messages == ("", "ValueError: no verdict") and scores.counts["error"] == 1
 
 
 @pytest.mark.parametrize(

@@ -50,7 +50,7 @@ def test_each_response_gets_the_reward_of_its_source(file: str) -> None:
             SourceConfig(name="also_long", prompts="c", verifier=f"{file}:score"),
         )
     )
-    assert scorers.description == "the length" and not scorers.takes_batch
+    assert scorers.description == "the length" and not scorers.needs_whole_batch
     scores = scorers.score_texts(
         [
             ("seven", prompt("long")),
@@ -76,7 +76,7 @@ def test_a_verifier_of_a_batch_sees_the_responses_of_its_source_alone(file: str)
             SourceConfig(name="all", prompts="b", verifier=f"{file}:of_all"),
         )
     )
-    assert scorers.takes_batch
+    assert scorers.needs_whole_batch
     asked = [("4", prompt("exact")), ("x", prompt("all")), ("y", prompt("all"))]
     assert scorers.score_texts(asked).rewards.tolist() == [1.0, 2.0, 2.0]
 

@@ -1,4 +1,6 @@
-"""Bugs of the code verifier: what a program can reach, what is left of it, and how it is judged."""
+"""Bugs of rewards: what a program can reach, what is left of it, how it is judged, and what a
+judge or a reward model is taken to have said.
+"""
 
 from __future__ import annotations
 
@@ -75,6 +77,42 @@ REWARDS = (
         after="if False:",
         test=(
             "tests/rewards/sandbox/test_sandboxes.py::test_less_isolation_than_required_is_refused"
+        ),
+    ),
+    SeededBug(
+        name="a ranking is reversed",
+        file="megatron_gspo/rewards/judge.py",
+        before="(last - rank) / last",
+        after="rank / last",
+        test="tests/rewards/test_judge.py::test_scores_of_a_ranking_by_hand",
+    ),
+    SeededBug(
+        name="the answer to another prompt is taken from the cache",
+        file="megatron_gspo/rewards/judge_servers.py",
+        before="json.dumps(body, sort_keys=True)",
+        after="json.dumps(body['messages'][-1]['content'].rpartition('# ')[2])",
+        test=(
+            "tests/rewards/test_judge.py::"
+            "test_the_same_request_is_asked_once_and_another_prompt_is_another_request"
+        ),
+    ),
+    SeededBug(
+        name="a judge that is down gives a reward of 0",
+        file="megatron_gspo/rewards/judge.py",
+        before="rewards[i] = answer if isinstance(answer, JudgeError)",
+        after="rewards[i] = 0.0 if isinstance(answer, JudgeError)",
+        test=(
+            "tests/rewards/test_judge.py::"
+            "test_a_judge_that_is_down_leaves_responses_out_within_the_limit"
+        ),
+    ),
+    SeededBug(
+        name="a reward model scores the pad tokens",
+        file="megatron_gspo/rewards/reward_model.py",
+        before="self._model.config.pad_token_id = self._tokenizer.pad_token_id",
+        after="self._model.config.pad_token_id = -1",
+        test=(
+            "tests/rewards/test_reward_model.py::test_the_score_is_that_of_the_conversation_alone"
         ),
     ),
 )
