@@ -8,6 +8,7 @@ loss, metrics = policy_loss(objective, log_probs=..., old_log_probs=..., advanta
 
 from .advantage_estimators import ResponseTerms, check_advantages, response_advantages
 from .advantages import group_advantages
+from .distillation import Distillation, divergence, token_advantages
 from .filters import (
     Filtered,
     complete_responses,
@@ -43,6 +44,7 @@ from .value_loss import value_loss
 __all__ = [
     "PRESETS",
     "Clip",
+    "Distillation",
     "Filtered",
     "LossExtras",
     "Objective",
@@ -54,6 +56,7 @@ __all__ = [
     "check_advantages",
     "check_surrogate",
     "complete_responses",
+    "divergence",
     "effective_sample_size",
     "finish_metrics",
     "finite_log_probs",
@@ -72,6 +75,7 @@ __all__ = [
     "sequence_divergence_mask",
     "sequence_importance_weights",
     "sequence_rejection_mask",
+    "token_advantages",
     "token_divergence_mask",
     "token_importance_weights",
     "token_rejection_mask",

@@ -40,6 +40,10 @@ class LossExtras:
     rollout_log_probs: Tensor | None = None
     """[T] of the rollout engine, required where the objective needs them (MiniRL)."""
 
+    divergence: Tensor | None = None
+    """[T] with gradient, from a teacher (`divergence`): added to the loss, aggregated as the
+    objective is."""
+
 
 def policy_loss(
     objective: Objective,
@@ -86,6 +90,7 @@ def policy_loss(
         "ref_log_probs": extras.ref_log_probs,
         "rollout_log_probs": extras.rollout_log_probs,
         "entropy": extras.entropy,
+        "divergence": extras.divergence,
         "advantages": advantages,
         "loss_mask": loss_mask,
         "segment_ids": segment_ids,
@@ -110,6 +115,7 @@ def policy_loss(
         tokens.log_ratio,
         extras.ref_log_probs,
         extras.entropy,
+        extras.divergence,
         segments,
         weights,
     ):

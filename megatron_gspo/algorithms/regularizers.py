@@ -1,4 +1,6 @@
-"""Regularisation terms of the loss: the KL to a reference policy and the entropy bonus."""
+"""Terms of the loss beside the objective: the KL to a reference policy, the entropy bonus and the
+divergence from a teacher.
+"""
 
 from __future__ import annotations
 
@@ -21,6 +23,7 @@ def regularizers(
     log_ratio: Tensor,
     ref_log_probs: Tensor | None,
     entropy: Tensor | None,
+    divergence: Tensor | None,
     segments: Segments,
     weights: TokenWeights,
 ) -> list[Regularizer]:
@@ -39,6 +42,9 @@ def regularizers(
         terms.append(kl_regularizer(objective, current, reference, weights, log_ratio))
     if entropy is not None:
         terms.append(entropy_regularizer(objective, segments.trained(entropy, dtype), weights))
+    if divergence is not None:
+        term = weighted_sum(segments.trained(divergence, dtype), weights.objective)
+        terms.append((term, {"loss/distillation": term.detach()}))
     return terms
 
 

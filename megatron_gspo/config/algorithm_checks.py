@@ -32,8 +32,17 @@ def refuse_products_of_ratios(algorithm: object) -> None:
             )
 
 
-def check_algorithm(algorithm: AlgorithmConfig, rollout: RolloutConfig, model: ModelConfig) -> None:
-    """The algorithm, the source of its samples and its reference policy are compatible."""
+def check_algorithm(
+    algorithm: AlgorithmConfig,
+    rollout: RolloutConfig,
+    model: ModelConfig,
+    *,
+    needs_groups: bool = True,
+) -> None:
+    """The algorithm, the source of its samples and its reference policy are compatible.
+
+    needs_groups: whether the responses to a prompt are compared.
+    """
     if algorithm.is_supervised != (rollout.engine == "sft"):
         fix = "set rollout.engine: sft" if algorithm.is_supervised else "set algorithm.name: sft"
         problem = f"does not go with algorithm.name = {show(algorithm.name)}"
@@ -46,7 +55,8 @@ def check_algorithm(algorithm: AlgorithmConfig, rollout: RolloutConfig, model: M
             "sft has one response per prompt",
             "set it to 1",
         )
-    if not algorithm.is_supervised and algorithm.advantage_estimator == "group" and samples < 2:
+    compares = needs_groups and algorithm.advantage_estimator == "group"
+    if not algorithm.is_supervised and compares and samples < 2:
         problem = "group advantages compare at least two responses"
         raise ConfigError(
             "rollout.n_samples_per_prompt", samples, problem, "set it to 2 or more, 8 is usual"

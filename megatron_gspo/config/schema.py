@@ -29,6 +29,9 @@ from megatron_gspo.config.algorithm_checks import (
 from megatron_gspo.config.algorithm_section import AlgorithmConfig, with_preset
 from megatron_gspo.config.data_checks import check_data, check_data_files
 from megatron_gspo.config.data_sections import DataConfig
+from megatron_gspo.config.distillation_checks import check_distillation, check_teacher_model
+from megatron_gspo.config.distillation_section import DistillationConfig
+from megatron_gspo.config.key_files import check_key_file
 from megatron_gspo.config.load import apply_overrides, read_file
 from megatron_gspo.config.lora_checks import (
     check_adapter_files,
@@ -101,6 +104,7 @@ class Config:
     model: ModelConfig
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig.preset)
+    distillation: DistillationConfig = field(default_factory=DistillationConfig)
     data: DataConfig
     rollout: RolloutConfig
     agents: AgentsConfig = field(default_factory=AgentsConfig)
@@ -146,6 +150,11 @@ class Config:
         check_weight_files("model.path", self.model.path, self.model.init)
         if self.critic.path is not None:
             check_weight_files("critic.path", self.critic.path, self.model.init)
+        if self.distillation.teacher is not None:
+            init = "random" if self.distillation.urls else "pretrained"
+            check_weight_files("distillation.teacher", self.distillation.teacher, init)
+        if self.distillation.api_key_file is not None:
+            check_key_file("distillation.api_key_file", self.distillation.api_key_file)
 
     def check_sizes(self, world_size: int) -> None:
         """The part of `check` that needs no file of the run but the model's config.json.
@@ -171,10 +180,19 @@ class Config:
             check_family("critic.path", self.critic.path, critic)
             check_divisibility(self.parallel, critic)
             check_critic_model(self.critic.path, critic, hf)
+        if self.distillation.teacher is not None:
+            teacher = read_hf_config(self.distillation.teacher, "distillation.teacher")
+            check_family("distillation.teacher", self.distillation.teacher, teacher)
+            if not self.distillation.urls:
+                check_divisibility(self.parallel, teacher)
+            check_teacher_model(self.distillation, teacher, hf)
 
     def _check_choices(self) -> None:
         """Refuse choices that contradict each other on any machine. Raises ConfigError."""
-        check_algorithm(self.algorithm, self.rollout, self.model)
+        check_algorithm(
+            self.algorithm, self.rollout, self.model, needs_groups=self.distillation.needs_groups
+        )
+        check_distillation(self.distillation, self.algorithm, self.rollout)
         check_sampling(self.rollout, self.evaluation)
         check_rollout_correction(self.algorithm)
         check_environment(self.rollout, self.algorithm, self.data, has_turns=self.agents.is_on)

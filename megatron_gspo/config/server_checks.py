@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from megatron_gspo.config.config_error import MISSING, ConfigError, show
@@ -41,7 +41,7 @@ def check_servers(rollout: RolloutConfig, sections: Mapping[str, ServerConfig]) 
             " them"
         )
         raise ConfigError(f"{name}.urls", servers.urls, problem, fix)
-    _check_urls(servers)
+    check_urls(f"{name}.urls", servers.urls)
     check_staleness(rollout, servers)
     _check_timeouts(servers)
     _check_started(servers)
@@ -112,9 +112,8 @@ def _check_without_servers(rollout: RolloutConfig) -> None:
             )
 
 
-def _check_urls(servers: ServerConfig) -> None:
-    urls = servers.urls
-    key = f"{servers.section}.urls"
+def check_urls(key: str, urls: Sequence[str]) -> None:
+    """Each is the URL of a server, and none is there twice. key: that names them."""
     for url in urls:
         try:
             check_url(url)

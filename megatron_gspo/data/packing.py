@@ -37,6 +37,8 @@ __all__ = [
 ]
 
 OPTIONAL_FIELDS = ("old_log_probs", "rollout_log_probs", "ref_log_probs", "values", "returns")
+TEACHER_FIELDS = ("teacher_top_ids", "teacher_top_log_probs")
+"""Of batches alone: samples have no such fields."""
 
 
 @dataclass(frozen=True)
@@ -102,6 +104,8 @@ class PackedBatch:
         route in its sample (not `is_fed`, or a missing route) has a balanced one
         (`balanced_routes`). None: packed without routes.
     missing_routes: [T] bool, where the sample's route isn't known; None where the batch has none.
+    teacher_top_ids, teacher_top_log_probs: [T, K] int32 and float32, 0 where loss_mask is 0; None
+        where no teacher has scored the batch, and in a batch without samples.
     cu_seqlens: [r+1] int32, padded bounds of the rows, 0 .. T of the full batch, also in a shard.
     max_seqlen: longest padded row, in tokens.
     num_segments: n.
@@ -137,6 +141,8 @@ class PackedBatch:
     rows: tuple[PackedRow, ...]
     routed_experts: Tensor | None = None
     missing_routes: Tensor | None = None
+    teacher_top_ids: Tensor | None = None
+    teacher_top_log_probs: Tensor | None = None
     micro_batch: int = 0
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> PackedBatch:
@@ -187,7 +193,8 @@ def pack(
         under sequence parallelism).
     num_sequences, num_tokens: counts over the global mini-batch (`count_trained`, summed over
         ranks).
-    optional: which of OPTIONAL_FIELDS the batch carries; None takes those that the samples carry.
+    optional: which of OPTIONAL_FIELDS (of a batch also TEACHER_FIELDS) the packed batch carries;
+        None takes those OPTIONAL_FIELDS that the samples carry.
     routes: the model's sizes where the batch is to carry the samples' routes (`check_routes` them
         before).
 
@@ -281,6 +288,8 @@ def pack_responses(
         rows=rows,
         routed_experts=routed_experts,
         missing_routes=missing_routes,
+        teacher_top_ids=carried.get("teacher_top_ids"),
+        teacher_top_log_probs=carried.get("teacher_top_log_probs"),
     )
 
 
@@ -381,8 +390,7 @@ def _response_mask(
 def _field(
     name: str, batch: TrainingBatch, predictions: Sequence[PredictedTokens], size: int
 ) -> Tensor:
-    """A column of responses as [size] float32; 0 elsewhere and where masked, so that NaN can't
-    leak."""
+    """A column of responses as [size, ...]; 0 elsewhere and where masked, so that NaN can't leak."""
     if name not in batch.responses:
         count = len({predicted.sample for predicted in predictions})
         first = batch.table[predictions[0].sample]
@@ -390,11 +398,13 @@ def _field(
             f"{name} is missing from {count} of {count} samples (first: sample"
             f" {first['prompt_index']}/{first['sample_index']}); fill it in for all or for none"
         )
-    out = np.zeros(size, dtype=np.float32)
+    column = batch.responses.arrays[name]
+    out = np.zeros((size, *column.shape[1:]), dtype=column.dtype)
     for sample, response, packed in predictions:
         values = batch.responses.of_sample(name, sample)[response]
         loss_mask = batch.responses.of_sample("loss_mask", sample)[response]
-        np.copyto(out[packed], values, where=loss_mask)
+        where = loss_mask.reshape(-1, *[1] * (column.ndim - 1))
+        np.copyto(out[packed], values, where=where)
     return torch.from_numpy(out)
 
 

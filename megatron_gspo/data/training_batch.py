@@ -60,8 +60,10 @@ class TrainingBatch(BatchTable):
         token, which is not fed, has no meaning).
     responses: of responses alone: `loss_mask` bool; `generated` bool, False for text of an
         environment; `rollout_log_probs`, `old_log_probs`, `ref_log_probs`, `advantages`, `values`
-        and `returns` float32, `token_versions` int32, as far as a phase has added them. Without
-        samples on stages of a pipeline that don't have the loss.
+        and `returns` float32, `token_versions` int32, as far as a phase has added them; of a
+        teacher `teacher_log_probs` float32, and of its K most likely ids `teacher_top_ids` int32
+        and `teacher_top_log_probs` float32 [tokens, K]. Without samples on stages of a pipeline
+        that don't have the loss.
     rows: a value for each sequence of the model that a sample is: its `length` in tokens. All
         samples have one row but runs of agents.
     turns: of episodes, a value for each turn: `start` and `end` within the response, `reward`.
@@ -109,6 +111,13 @@ class TrainingBatch(BatchTable):
         prompt_lengths = self.inputs.lengths - response_lengths
         lengths = np.stack([prompt_lengths, response_lengths], axis=1).ravel()
         return np.repeat(np.tile([False, True], len(self.inputs)), lengths)
+
+    @property
+    def response_tokens(self) -> np.ndarray:
+        """A column of `responses`, int64: the tokens."""
+        if not self.has_loss:
+            return np.zeros(0, dtype=np.int64)
+        return self.inputs["tokens"][self.is_response]
 
     def select(self, positions: Sequence[int] | np.ndarray) -> TrainingBatch:
         """The responses at these positions, in this order."""

@@ -82,6 +82,7 @@ def check_no_input_is_moved(config: Config) -> None:
     inputs = (
         ("model.path", config.model.path),
         ("critic.path", config.critic.path),
+        ("distillation.teacher", config.distillation.teacher),
         ("lora.adapter_path", config.lora.adapter_path),
     )
     for key, path in inputs:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from transformers import AutoTokenizer
 
-from megatron_gspo.config import Config, ConfigError, DataConfig
+from megatron_gspo.config import Config, ConfigError, DataConfig, DistillationConfig
 from megatron_gspo.config.config_error import show
 from megatron_gspo.data.prompt_cache import MappedPrompts, PromptCache, digests_of
 from megatron_gspo.data.prompt_files import HELD_OUT
@@ -49,8 +49,12 @@ def make_environments(config: Config) -> EnvironmentPool | None:
 
 
 def check_weights(config: Config) -> ModelShape:
-    """The model's sizes. Raises ``ConfigError`` unless the checkpoints of the policy and its critic
-    are complete and have exactly the tensors that their config.json requires."""
+    """The model's sizes. Raises ``ConfigError`` unless the checkpoints of the policy, its critic and
+    its teacher are complete and have exactly the tensors that their config.json requires."""
+    if config.distillation.teacher is not None:
+        init = "random" if config.distillation.urls else "pretrained"
+        teacher = config.distillation.teacher
+        _check_checkpoint("distillation.teacher", teacher, init, value_head=False)
     if config.critic.path is not None:
         _check_checkpoint("critic.path", config.critic.path, config.model.init, value_head=True)
     return _check_checkpoint("model.path", config.model.path, config.model.init, value_head=False)
@@ -71,19 +75,45 @@ def _check_checkpoint(key: str, path: str, init: str, *, value_head: bool) -> Mo
 def load_tokenizer(config: Config) -> PreTrainedTokenizerBase:
     """The model's tokenizer; ``ConfigError`` if it can't be loaded."""
     path = config.model.path
+    tokenizer = _load_tokenizer("model.path", path)
+    if config.rollout.engine == "sft" and tokenizer.eos_token_id is None:
+        problem = "its tokenizer has no end token, which ends every demonstration"
+        raise ConfigError("model.path", path, problem, "set eos_token in tokenizer_config.json")
+    return tokenizer
+
+
+def check_teacher_tokenizer(
+    distillation: DistillationConfig, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """The teacher's tokens have the policy's ids; else ``ConfigError``. tokenizer: the policy's."""
+    path = distillation.teacher
+    if path is None:
+        return
+    key = "distillation.teacher"
+    vocabulary = tokenizer.get_vocab()
+    of_teacher = _load_tokenizer(key, path).get_vocab()
+    if of_teacher == vocabulary:
+        return
+    every = sorted(vocabulary.keys() | of_teacher.keys())
+    token = next(token for token in every if vocabulary.get(token) != of_teacher.get(token))
+    problem = (
+        f"has another tokenizer: token {show(token)} is id {show(of_teacher.get(token))} there and"
+        f" {show(vocabulary.get(token))} in model.path"
+    )
+    raise ConfigError(key, path, problem, "use a teacher with the policy's tokenizer")
+
+
+def _load_tokenizer(key: str, path: str) -> PreTrainedTokenizerBase:
     # Transformers would make an empty one.
     if not any((Path(path) / name).is_file() for name in _TOKENIZERS):
         problem = f"has no tokenizer (none of {', '.join(_TOKENIZERS)})"
-        raise ConfigError("model.path", path, problem, "copy the model's tokenizer files there")
+        raise ConfigError(key, path, problem, "copy the model's tokenizer files there")
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
     except Exception as error:  # Transformers raises various types, also for damaged files
         problem = f"its tokenizer can't be loaded: {first_line(error)}"
         fix = "copy the model's tokenizer files there"
-        raise ConfigError("model.path", path, problem, fix) from None
-    if config.rollout.engine == "sft" and tokenizer.eos_token_id is None:
-        problem = "its tokenizer has no end token, which ends every demonstration"
-        raise ConfigError("model.path", path, problem, "set eos_token in tokenizer_config.json")
+        raise ConfigError(key, path, problem, fix) from None
     return tokenizer
 
 

@@ -69,7 +69,7 @@ def _has_finite_log_probs(batch: TrainingBatch) -> np.ndarray:
     """[T] bool: by response token."""
     responses = batch.responses
     finite = np.ones(responses.num_tokens, dtype=np.bool_)
-    for name in ("old_log_probs", "ref_log_probs"):
+    for name in ("old_log_probs", "ref_log_probs", "teacher_log_probs"):
         if name in responses:
             finite &= np.isfinite(responses[name])
     return finite

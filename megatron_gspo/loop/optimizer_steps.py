@@ -80,6 +80,7 @@ def run_optimizer_steps(
                 temperature=config.rollout.temperature,
                 routing=routing.update_options(number),
                 plan=packing,
+                distillation=config.distillation,
             )
         routing.add_update(
             result.routing, mini_batch, timers, flips=writes_ratios(config, step + 1)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 from transformers.utils.logging import disable_progress_bar
 
-from megatron_gspo.config import Config
+from megatron_gspo.config import Config, RoutingConfig
 from megatron_gspo.data.prompt_mix import MixedPrompts, MixedPromptSource
 from megatron_gspo.data.prompts import PromptError, PromptSource
 from megatron_gspo.data.sample import Prompt
@@ -19,6 +19,7 @@ from megatron_gspo.loop.adapter_start import start_from_adapters
 from megatron_gspo.loop.engines import build_sources, embedded_engine
 from megatron_gspo.loop.inputs import (
     check_prompts,
+    check_teacher_tokenizer,
     check_weights,
     load_data,
     load_tokenizer,
@@ -27,14 +28,19 @@ from megatron_gspo.loop.inputs import (
 )
 from megatron_gspo.loop.offloading_source import OffloadingSource
 from megatron_gspo.loop.reward_scoring import EpisodeRewards, Rewards, VerifierRewards
+from megatron_gspo.loop.teachers import ServerTeacher, Teacher, TrainerTeacher
 from megatron_gspo.loop.timers import UpdateClock
 from megatron_gspo.mcore.megatron_options import MegatronOptions
 from megatron_gspo.mcore.policy import Policy, TrainedParts, build_policy, check_megatron_options
 from megatron_gspo.mcore.process_groups import ProcessGroups, initialize
+from megatron_gspo.models import family_of, read_config
 from megatron_gspo.rewards.sandbox.visible_files import refuse_visible_run
 from megatron_gspo.rewards.source_scorers import source_scorers
 from megatron_gspo.rollout.engine_protocol import RolloutEngine
 from megatron_gspo.rollout.group_source import GroupSource, Weights
+from megatron_gspo.rollout.server_engine.scoring_client import ScoringClient
+from megatron_gspo.rollout.server_engine.server_api import ServedModel
+from megatron_gspo.rollout.server_kinds import SERVER_KINDS
 from megatron_gspo.routing_replay.perturbation import Perturbation, load_perturbation
 from megatron_gspo.weight_transport.weight_source import WeightSource
 
@@ -67,6 +73,9 @@ class Components:
     tokenizer: PreTrainedTokenizerBase
     perturbation: Perturbation | None = None
     """Perturbation of the routers' choice, in the trainer and in ``engine``."""
+
+    teacher: Teacher | None = None
+    """What is distilled into the policy."""
 
     def __enter__(self) -> Components:
         return self
@@ -101,6 +110,8 @@ class Components:
         """End worker processes and engines."""
         self.rewards.close()
         self.groups.close()
+        if self.teacher is not None:
+            self.teacher.close()
         if self.eval_groups is not None and self.eval_groups is not self.groups:
             self.eval_groups.close()
 
@@ -118,6 +129,7 @@ def build_components(config: Config, *, engine: RolloutEngine | None = None) -> 
     )
     disable_progress_bar()  # Transformers' own, one line for each rank
     tokenizer = load_tokenizer(config)
+    check_teacher_tokenizer(config.distillation, tokenizer)
     try:
         train, held_out, dropped = load_data(config, tokenizer, prompt_cache(config))
     except ImportError as error:  # an optional package; the message names it
@@ -143,6 +155,7 @@ def build_components(config: Config, *, engine: RolloutEngine | None = None) -> 
     policy.config.timers = UpdateClock() if config.tracking.detailed_timers else None
     policy.critic = _critic(config, groups, options) if config.algorithm.needs_critic else None
     reference = _reference(config, policy, options) if config.algorithm.needs_reference else None
+    teacher = build_teacher(config, policy) if config.distillation.is_on else None
     if engine is None and generates and config.rollout.engine == "embedded":
         engine = embedded_engine(config, shape, tokenizer)
     source, eval_source = build_sources(
@@ -167,6 +180,7 @@ def build_components(config: Config, *, engine: RolloutEngine | None = None) -> 
         dropped_prompts=dropped,
         tokenizer=tokenizer,
         perturbation=perturbation,
+        teacher=teacher,
     )
 
 
@@ -213,3 +227,26 @@ def _reference(config: Config, policy: Policy, options: MegatronOptions) -> Poli
         return policy.base()
     pretrained = replace(config.model, init="pretrained")
     return build_policy(pretrained, config.parallel, policy.groups, optimizer=None, options=options)
+
+
+def build_teacher(config: Config, policy: Policy) -> Teacher:
+    """The teacher of section `distillation`: servers if it has URLs, else a model in the policy's
+    layout."""
+    section = config.distillation
+    assert section.teacher is not None
+    shape = family_of(read_config(section.teacher))[1]
+    if section.urls:
+        api = SERVER_KINDS[section.engine].api
+        client = ScoringClient(section.servers, api, ServedModel(shape))
+        return ServerTeacher(client, policy.groups)
+    model = replace(config.model, path=section.teacher, init="pretrained")
+    options = check_megatron_options(
+        config.megatron,
+        shape,
+        config.parallel,
+        model,
+        config.optimizer,
+        RoutingConfig(metrics=False),  # the teacher's routers choose for themselves
+    )
+    frozen = build_policy(model, config.parallel, policy.groups, optimizer=None, options=options)
+    return TrainerTeacher(frozen, config, policy.shape.vocab_size)

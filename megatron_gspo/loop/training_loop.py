@@ -19,6 +19,7 @@ from megatron_gspo.loop.callbacks import Callbacks, StoppedRun, add_metrics, loa
 from megatron_gspo.loop.checkpoints import CheckpointManager, LoopState, resume
 from megatron_gspo.loop.collapse_guard import collapse_guard
 from megatron_gspo.loop.critic import run_critic_steps, with_values
+from megatron_gspo.loop.distillation import with_teacher_advantages, with_teacher_scores
 from megatron_gspo.loop.engines import generation_gpus, perturb_rollout
 from megatron_gspo.loop.evaluation import evaluate, is_evaluation_due
 from megatron_gspo.loop.generation import DataCursor, RolloutGenerator
@@ -213,6 +214,9 @@ def train_step(
     batch, score_metrics = with_log_probs(
         batch, run.policy, run.reference, config, plan, routing, timers
     )
+    if run.teacher is not None:
+        with checkpoints.saved_on_engine_failure(state):
+            batch = with_teacher_scores(batch, run.teacher, plan, timers)
     batch, mask_metrics = mask_samples(
         batch, step=step, truncated=config.algorithm.truncated == "mask"
     )
@@ -221,6 +225,9 @@ def train_step(
     batch = with_advantages(
         batch, config.algorithm, max_response_length=config.rollout.max_response_length
     )
+    if run.teacher is not None:
+        batch, teacher_metrics = with_teacher_advantages(batch, config.distillation)
+        score_metrics |= teacher_metrics
     batch, correction_metrics = correct_mismatch(batch, config.algorithm)
     metrics = rollout.metrics | score_metrics | mask_metrics | correction_metrics
     metrics |= _rollout_metrics(run, batch, step)

@@ -15,18 +15,29 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Protocol, TypedDict
 
+import torch
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
-from megatron_gspo.algorithms import LossExtras, Objective, policy_loss
+from megatron_gspo.algorithms import (
+    Distillation,
+    LossExtras,
+    Objective,
+    divergence,
+    policy_loss,
+)
 from megatron_gspo.data.packing import PackedBatch
 from megatron_gspo.mcore.attention import packed_sequences
 from megatron_gspo.mcore.micro_batch_inputs import POLICY_LOSS, InputReader, MicroBatchInputs
 from megatron_gspo.mcore.process_groups import ProcessGroups, compute_device, current_groups
 from megatron_gspo.mcore.routing_replay.micro_batch_routes import MicroBatchRoutes
 from megatron_gspo.parallel.context_parallel import sum_over
-from megatron_gspo.parallel.log_probs import LogProbOptions, log_probs_from_hidden
+from megatron_gspo.parallel.log_probs import (
+    LogProbOptions,
+    log_probs_from_hidden,
+    top_ids_from_hidden,
+)
 from megatron_gspo.parallel.scored_rows import ScoredRows
 
 
@@ -96,23 +107,28 @@ def hidden_states(
         )
 
 
+def output_weight(model: MegatronModule) -> Tensor:
+    """The rows of the vocabulary that multiply the last stage's hidden states on this rank."""
+    inner = unwrap(model)
+    tied = inner.share_embeddings_and_output_weights
+    return inner.shared_embedding_or_output_weight() if tied else inner.output_layer.weight
+
+
 def token_log_probs(
     model: MegatronModule,
     hidden: Tensor,
-    batch: PackedBatch,
+    labels: Tensor,
     groups: ProcessGroups,
     options: LogProbOptions,
     scored: ScoredRows | None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Log-probs (and entropy) of a shard's labels from the last stage's hidden states; float32
-    ``[t]`` each, 0 where ``scored`` leaves a position out."""
+    """Log-probs of a shard's labels ``[t]`` or ``[t, K]`` (and entropy ``[t]``) from the last stage's
+    hidden states; float32, 0 where ``scored`` leaves a position out."""
     inner = unwrap(model)
-    tied = inner.share_embeddings_and_output_weights
-    weight = inner.shared_embedding_or_output_weight() if tied else inner.output_layer.weight
     return log_probs_from_hidden(
         hidden.squeeze(0),
-        weight,
-        batch.labels,
+        output_weight(model),
+        labels,
         options,
         tp_group=groups.tp,
         sequence_parallel=inner.config.sequence_parallel,
@@ -129,6 +145,7 @@ def policy_forward_step(
     groups: ProcessGroups | None = None,
     routing: Sequence[MicroBatchRoutes] | None = None,
     chunk_bytes: int | None = None,
+    distillation: Distillation | None = None,
 ) -> ForwardStep:
     """A ``forward_step`` for Megatron's ``get_forward_backward_func()``: all that a training loop
     of your own needs.
@@ -138,7 +155,8 @@ def policy_forward_step(
     responses were sampled at. ``vocab_size`` is the true size where the model's is padded.
     ``groups`` defaults to Megatron's parallel state. ``routing``: ``routes_of_mini_batch`` of this
     mini-batch; call ``check_uses`` of each after the schedule. ``chunk_bytes``: of
-    ``LogProbOptions``. The schedule returns, on the last
+    ``LogProbOptions``. ``distillation``: the divergence from a teacher whose most likely ids the
+    batches carry; None without. The schedule returns, on the last
     stage and for each micro-batch, ``{"metrics": shares that add up, "log_probs": [t] of this
     shard, 0 where not trained}``.
 
@@ -172,13 +190,22 @@ def policy_forward_step(
         inputs: MicroBatchInputs, model: MegatronModule, hidden: Tensor
     ) -> tuple[Tensor, PolicyLossOutput]:
         batch = inputs.batch
-        log_probs, entropy = token_log_probs(model, hidden, batch, groups, options, inputs.scored)
+        labels = batch.labels
+        if batch.teacher_top_ids is not None:
+            labels = torch.cat((labels[:, None], batch.teacher_top_ids), dim=1)
+        log_probs, entropy = token_log_probs(model, hidden, labels, groups, options, inputs.scored)
+        from_teacher = None
+        if batch.teacher_top_log_probs is not None:
+            assert distillation is not None, "the batch has a teacher's ids"
+            from_teacher = divergence(distillation, log_probs[:, 1:], batch.teacher_top_log_probs)
+            log_probs = log_probs[:, 0]
         extras = LossExtras(
             batch.num_segments,
             batch.ref_log_probs,
             entropy,
             sum_over_context=sum_over(groups.cp),
             rollout_log_probs=batch.rollout_log_probs,
+            divergence=from_teacher,
         )
         loss, metrics = policy_loss(
             objective,
@@ -244,6 +271,48 @@ def log_prob_forward_step(
     def collect(
         inputs: MicroBatchInputs, model: MegatronModule, hidden: Tensor, non_loss_data: bool = True
     ) -> tuple[Tensor, Tensor | None]:
-        return token_log_probs(model, hidden, inputs.batch, groups, options, inputs.scored)
+        labels = inputs.batch.labels
+        return token_log_probs(model, hidden, labels, groups, options, inputs.scored)
+
+    return forward_step
+
+
+def teacher_forward_step(
+    groups: ProcessGroups,
+    *,
+    num_microbatches: int,
+    options: LogProbOptions,
+    top_k: int,
+) -> ForwardStep:
+    """As ``log_prob_forward_step``, of a teacher's passes. The schedule returns ``[t, 1 + 2 K]``
+    float32 of each micro-batch's shard: the log-probs of the labels and of the teacher's K most
+    likely ids, and these ids, which float32 holds up to 2^24."""
+    reader = InputReader(groups, num_microbatches=num_microbatches)
+
+    def forward_step(
+        batches: Iterator[PackedBatch], model: MegatronModule
+    ) -> tuple[Tensor, LossFunction]:
+        inputs = reader.next_inputs(batches, unwrap(model))
+        output = hidden_states(model, inputs.batch, groups)
+        return output, partial(collect, inputs, model)
+
+    def collect(
+        inputs: MicroBatchInputs, model: MegatronModule, hidden: Tensor, non_loss_data: bool = True
+    ) -> Tensor:
+        labels = inputs.batch.labels[:, None]
+        if top_k == 0:
+            return token_log_probs(model, hidden, labels, groups, options, inputs.scored)[0]
+        ids = top_ids_from_hidden(
+            hidden.squeeze(0),
+            output_weight(model),
+            top_k,
+            options,
+            tp_group=groups.tp,
+            sequence_parallel=unwrap(model).config.sequence_parallel,
+            scored=inputs.scored,
+        )
+        every = torch.cat((labels, ids), dim=1)
+        log_probs, _ = token_log_probs(model, hidden, every, groups, options, inputs.scored)
+        return torch.cat((log_probs, ids.to(log_probs.dtype)), dim=1)
 
     return forward_step

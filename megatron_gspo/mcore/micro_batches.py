@@ -191,31 +191,34 @@ def values_of_replica(
     layouts: Sequence[PackLayout],
     batch: TrainingBatch,
     groups: ProcessGroups,
+    *,
+    shape: tuple[int, ...] = (),
 ) -> np.ndarray:
-    """Per-token results of this replica as a column of ``batch.responses``, ``[T]`` float32; 0 where
-    other replicas train a response.
+    """Per-token results of this replica as a column of ``batch.responses``, ``[T, *shape]`` float32;
+    0 where other replicas train a response.
 
-    ``values``: one ``[t]`` tensor per micro-batch, of this rank's shards, on the last pipeline
-    stage; empty elsewhere. One sum over the context ranks, each token being set by exactly one, and
-    one broadcast to the other stages if those have the responses too.
+    ``values``: one ``[t, *shape]`` tensor per micro-batch, of this rank's shards, on the last
+    pipeline stage; empty elsewhere. One sum over the context ranks, each token being set by exactly
+    one, and one broadcast to the other stages if those have the responses too.
     """
     if not batch.has_loss:
-        return np.zeros(0, dtype=np.float32)
+        return np.zeros((0, *shape), dtype=np.float32)
     rows = [row for layout in layouts for row in layout.rows]
     packed_order = [row.sample for row in rows if row.offset == 0]
     lengths = batch.table["response_length"][packed_order].astype(np.int64)
     if values:
-        responses = [torch.zeros(0, device=compute_device())]  # the only one without samples
+        # The only one without samples.
+        responses = [torch.zeros((0, *shape), device=compute_device())]
         for shard, layout in zip(values, layouts, strict=True):
             responses += _response_values(shard.float(), layout, batch.table, groups)
         flat = torch.cat(responses)
         if groups.cp.size() > 1 and len(flat):
             dist.all_reduce(flat, group=groups.cp)
     else:
-        flat = torch.zeros(int(lengths.sum()), device=compute_device())
+        flat = torch.zeros((int(lengths.sum()), *shape), device=compute_device())
     if groups.pp.size() > 1 and batch.pipeline is None and len(flat):
         dist.broadcast(flat, src=groups.last_stage_rank, group=groups.pp)
-    column = np.zeros(batch.responses.num_tokens, dtype=np.float32)
+    column = np.zeros((batch.responses.num_tokens, *shape), dtype=np.float32)
     views = batch.responses.split(column)
     ends = np.cumsum(lengths)[:-1]
     packed_values = np.split(flat.cpu().numpy(), ends)
@@ -227,17 +230,17 @@ def values_of_replica(
 def _response_values(
     values: Tensor, layout: PackLayout, table: np.ndarray, groups: ProcessGroups
 ) -> list[Tensor]:
-    """The values ``[t]`` of a shard where each sample's response is predicted, sample after sample;
-    0 at what other shards have."""
+    """The values ``[t, ...]`` of a shard where each sample's response is predicted, sample after
+    sample; 0 at what other shards have."""
     packed = values
     if groups.cp.size() > 1:
         owned = zigzag_indices(layout.cu_seqlens, groups.cp.rank(), groups.cp.size())
-        packed = values.new_zeros(int(layout.cu_seqlens[-1]))
+        packed = values.new_zeros(int(layout.cu_seqlens[-1]), *values.shape[1:])
         packed[copy_to_device({"owned": owned}, values.device)["owned"].long()] = values
     responses = []
     for row in layout.rows:
         if row.offset:  # its first token, which nothing predicts
-            responses.append(packed.new_zeros(1))
+            responses.append(packed.new_zeros(1, *packed.shape[1:]))
         predicted = row.predicted(int(table["prompt_length"][row.sample]))
         responses.append(packed[predicted.packed])
     return responses

@@ -15,16 +15,17 @@ import torch.distributed as dist
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
-from megatron_gspo.algorithms import Objective, finish_metrics, reduction_of
+from megatron_gspo.algorithms import Distillation, Objective, finish_metrics, reduction_of
 from megatron_gspo.config import TrainingConfig
 from megatron_gspo.data.micro_batch_plan import MicroBatchPlan
-from megatron_gspo.data.packing import OPTIONAL_FIELDS
+from megatron_gspo.data.packing import OPTIONAL_FIELDS, TEACHER_FIELDS
 from megatron_gspo.data.training_batch import TrainingBatch
 from megatron_gspo.mcore.forward_step import (
     ForwardStep,
     PolicyLossOutput,
     log_prob_forward_step,
     policy_forward_step,
+    teacher_forward_step,
 )
 from megatron_gspo.mcore.micro_batch_inputs import POLICY_LOSS
 from megatron_gspo.mcore.micro_batches import (
@@ -39,6 +40,7 @@ from megatron_gspo.mcore.routing_replay.micro_batch_routes import (
     ReplayOptions,
     routes_of_mini_batch,
 )
+from megatron_gspo.parallel.log_probs import LogProbOptions
 from megatron_gspo.parallel.metric_reduction import reduce_metrics
 
 
@@ -144,6 +146,56 @@ def compute_log_probs(
     return LogProbOutput(log_probs, entropy, routes)
 
 
+@dataclass(frozen=True)
+class TeacherScores:
+    """Columns of the batch's responses, without a meaning at text of an environment."""
+
+    log_probs: np.ndarray
+    """[T] float32, of the response tokens."""
+
+    top_ids: np.ndarray
+    """[T, K] int32, the teacher's most likely ids, descending."""
+
+    top_log_probs: np.ndarray
+    """[T, K] float32, of these."""
+
+
+def compute_teacher_scores(
+    teacher: Policy,
+    batch: TrainingBatch,
+    training: TrainingConfig,
+    *,
+    temperature: float,
+    vocab_size: int,
+    top_k: int,
+    plan: MicroBatchPlan | None = None,
+) -> TeacherScores:
+    """How a teacher scores every response token.
+
+    ``vocab_size``: of the policy; other ids of the teacher have no probability. ``plan``: as in
+    ``compute_log_probs``. Afterwards the teacher's weights are in host memory.
+    """
+    batches = pack_mini_batch(teacher, batch, training, optional=(), routing=None, plan=plan)
+    step = teacher_forward_step(
+        teacher.groups,
+        num_microbatches=len(batches.batches),
+        options=LogProbOptions(temperature, vocab_size, chunk_bytes=training.log_prob_bytes),
+        top_k=top_k,
+    )
+    teacher.memory.restore_weights()
+    with torch.no_grad():
+        outputs = run_schedule(teacher, step, batches, forward_only=True)
+    teacher.memory.release()
+    scores = values_of_replica(
+        outputs, batches.layouts, batch, teacher.groups, shape=(1 + 2 * top_k,)
+    )
+    return TeacherScores(
+        log_probs=scores[:, 0].copy(),
+        top_log_probs=scores[:, 1 : 1 + top_k].copy(),
+        top_ids=scores[:, 1 + top_k :].astype(np.int32),
+    )
+
+
 def pack_mini_batch(
     policy: Policy,
     batch: TrainingBatch,
@@ -155,7 +207,8 @@ def pack_mini_batch(
 ) -> MicroBatches:
     """This rank's packed micro-batches of a mini-batch, with routes where the options need them.
 
-    optional: which of ``OPTIONAL_FIELDS`` the batches carry. plan: as in ``compute_log_probs``.
+    optional: which of ``OPTIONAL_FIELDS`` and ``TEACHER_FIELDS`` the batches carry. plan: as in
+    ``compute_log_probs``.
     """
     return planned_micro_batches(
         batch,
@@ -184,13 +237,15 @@ def train_mini_batch(
     temperature: float,
     routing: ReplayOptions | None = None,
     plan: MicroBatchPlan | None = None,
+    distillation: Distillation | None = None,
 ) -> StepResult:
     """One optimizer step on a global mini-batch: forward, backward, gradient reduction, clipping,
     optimizer, schedule.
 
-    ``plan``: as in ``compute_log_probs``.
+    ``plan``: as in ``compute_log_probs``. ``distillation``: as in ``policy_forward_step``.
     """
-    carried = [name for name in POLICY_LOSS if name in OPTIONAL_FIELDS and name in batch.responses]
+    optional = OPTIONAL_FIELDS + TEACHER_FIELDS
+    carried = [name for name in POLICY_LOSS if name in optional and name in batch.responses]
     if not objective.reads_rollout_log_probs and "rollout_log_probs" in carried:
         carried.remove("rollout_log_probs")
     batches = pack_mini_batch(policy, batch, training, optional=carried, routing=routing, plan=plan)
@@ -202,6 +257,7 @@ def train_mini_batch(
         temperature=temperature,
         routing=routes,
         chunk_bytes=training.log_prob_bytes,
+        distillation=distillation,
     )
     metrics = optimizer_step(policy)
     metrics |= finish_metrics(summed_metrics([output["metrics"] for output in outputs], policy))
@@ -245,9 +301,10 @@ def forward_backward(
     temperature: float,
     routing: Sequence[MicroBatchRoutes] | None = None,
     chunk_bytes: int | None = None,
+    distillation: Distillation | None = None,
 ) -> list[PolicyLossOutput]:
     """Zero the gradients, run the schedule and reduce the gradients; returns the last stage's
-    output per micro-batch. ``chunk_bytes``: of ``LogProbOptions``.
+    output per micro-batch. ``chunk_bytes``, ``distillation``: as in ``policy_forward_step``.
 
     Raises ``RoutingError`` where a router did not use its routes exactly once.
     """
@@ -260,6 +317,7 @@ def forward_backward(
         groups=policy.groups,
         routing=routing,
         chunk_bytes=chunk_bytes,
+        distillation=distillation,
     )
     outputs = run_schedule(policy, step, batches, forward_only=False)
     for micro_batch in routing or ():

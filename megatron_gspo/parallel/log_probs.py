@@ -40,6 +40,7 @@ from megatron_gspo.parallel.vocabulary_tiles import (
     Tiling,
     local_gradients,
     local_statistics,
+    local_top,
     operand,
     tile_elements,
     tile_shape,
@@ -124,6 +125,34 @@ def log_probs_from_hidden(
         return log_probs, entropy
     at_positions = partial(_at_positions, scored.positions, len(labels))
     return at_positions(log_probs), None if entropy is None else at_positions(entropy)
+
+
+@torch.no_grad()
+def top_ids_from_hidden(
+    hidden: Tensor,
+    weight: Tensor,
+    count: int,
+    options: LogProbOptions | None = None,
+    *,
+    tp_group: ProcessGroup | None = None,
+    sequence_parallel: bool = False,
+    scored: ScoredRows | None = None,
+) -> Tensor:
+    """[T, count] int64: the ids of the largest logits at each position, descending, equal on all
+    ranks of tp_group; 0 where ``scored`` leaves a position out. ``count`` is at most the true size
+    of the vocabulary. Arguments as of `log_probs_from_hidden`."""
+    call = _resolve(options or LogProbOptions(), hidden, weight, tp_group, sequence_parallel)
+    tp_size = group_size(tp_group)
+    tokens = len(hidden) * (tp_size if call.sequence_parallel else 1)
+    rows = tokens if scored is None else len(scored.positions)
+    tiling = _tiling(hidden, weight, rows, call, False)
+    all_hidden = _all_hidden(_local_rows(hidden, scored), weight, scored, tiling, call)
+    values, ids = local_top(all_hidden, weight, count, tiling)
+    # Of each rank after the other: [T, tp x count]
+    all_values = torch.cat(gather_rows(values, tp_group).chunk(tp_size), dim=1)
+    all_ids = torch.cat(gather_rows(ids, tp_group).chunk(tp_size), dim=1)
+    top = all_ids.gather(1, all_values.topk(count, dim=1).indices)
+    return top if scored is None else _at_positions(scored.positions, tokens, top)
 
 
 def _at_positions(positions: Tensor, count: int, values: Tensor) -> Tensor:

@@ -229,6 +229,27 @@ def local_gradients(
     return grad_hidden, grad_weight
 
 
+def local_top(hidden: Tensor, weight: Tensor, count: int, tiling: Tiling) -> tuple[Tensor, Tensor]:
+    """(logits, global ids), [T, count] each, descending: the largest logits of this rank's rows;
+    -inf where the rank has fewer. hidden: [T, h] from ``operand``."""
+    tokens = hidden.shape[0]
+    values = hidden.new_full((tokens, count), -torch.inf, dtype=tiling.dtype)
+    ids = torch.zeros((tokens, count), dtype=torch.int64, device=hidden.device)
+    scratch = _Scratch.of(hidden, tiling, 1)
+    for v0, v1 in _spans(tiling.rows, tiling.tile[1]):
+        columns = weight[v0:v1].to(hidden.dtype).t()
+        for t0, t1 in _spans(tokens, tiling.tile[0]):
+            [logits] = scratch.views(t1 - t0, v1 - v0)
+            _logits(hidden[t0:t1], columns, tiling.scale, logits)
+            of_tile = logits.topk(min(count, v1 - v0), dim=1)
+            tile_ids = of_tile.indices + (tiling.first + v0)
+            joined = torch.cat((values[t0:t1], of_tile.values), dim=1)
+            joined_ids = torch.cat((ids[t0:t1], tile_ids), dim=1)
+            values[t0:t1], order = joined.topk(count, dim=1)
+            ids[t0:t1] = joined_ids.gather(1, order)
+    return values, ids
+
+
 def _spans(total: int, step: int) -> list[tuple[int, int]]:
     return [(start, min(start + step, total)) for start in range(0, total, step)]
 

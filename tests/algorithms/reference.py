@@ -68,7 +68,8 @@ TAPERED = Objective(
 
 @dataclass(frozen=True)
 class Batch:
-    """[T] each, float64 but for loss_mask and segment_ids."""
+    """[T] each, float64 but for loss_mask and segment_ids. divergence: from a teacher, if there is
+    one."""
 
     log_probs: Tensor
     old_log_probs: Tensor
@@ -79,6 +80,7 @@ class Batch:
     loss_mask: Tensor
     segment_ids: Tensor
     num_segments: int
+    divergence: Tensor | None = None
 
     @property
     def num_sequences(self) -> int:
@@ -91,7 +93,8 @@ class Batch:
     def take(self, positions: Tensor) -> Batch:
         """The tokens at `positions`, all segments kept."""
         chosen = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "num_segments"}
-        return replace(self, **{name: value[positions] for name, value in chosen.items()})
+        given = {name: value for name, value in chosen.items() if value is not None}
+        return replace(self, **{name: value[positions] for name, value in given.items()})
 
     def arguments(self, dtype: torch.dtype = torch.float64) -> dict[str, Tensor | int]:
         """Tensors for policy_loss; fresh, so that each call has its own gradients."""
@@ -200,6 +203,8 @@ def naive_loss(objective: Objective, batch: Batch, log_probs: Tensor, entropy: T
                 value = value - o.kl_loss_coef * kl
             if o.entropy_coef:
                 value = value + o.entropy_coef * entropy[t]
+            if batch.divergence is not None:
+                value = value - batch.divergence[t]
             if o.loss_agg_mode == "seq-mean-token-mean":
                 total = total + value / length / batch.num_sequences
             elif o.loss_agg_mode == "token-mean":

@@ -125,6 +125,12 @@ CASES = (
         shows=("lora.adapter_path", "give a PEFT directory, or null"),
     ),
     Case(
+        "teacher under GSPO",
+        "gives an advantage per token; gspo has one ratio and one advantage per response",
+        ("distillation.teacher=teacher",),
+        shows=("distillation.teacher", "set algorithm.name: gspo_token"),
+    ),
+    Case(
         "expert capacity",
         "drops tokens by the load of their batch",
         ("megatron.moe_expert_capacity_factor=1.5",),

@@ -141,6 +141,18 @@ def small_vocabulary(config, folder):
     write_rows(folder / "prompts.jsonl", ROWS)
 
 
+def teacher_with_another_tokenizer(config, folder):
+    """The same model, whose tokenizer has swapped two ids."""
+    teacher = shutil.copytree(folder / "model", folder / "teacher")
+    file = teacher / "tokenizer.json"
+    content = json.loads(file.read_text())
+    vocabulary = content["model"]["vocab"]
+    vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
+    file.write_text(json.dumps(content))
+    config["distillation"] = {"teacher": str(teacher)}
+    config["algorithm"] = {"name": "gspo_token"}
+
+
 def nan_in(name, value=float("nan")):
     def change(tensors):
         tensors[name][0, 1] = value
@@ -242,6 +254,12 @@ CASES = (
         "the model's vocabulary ends at 11",
         breaks=small_vocabulary,
         shows=("prompt 0 has the token id",),
+    ),
+    Case(
+        "teacher with another tokenizer",
+        'has another tokenizer: token "a" is id',
+        breaks=teacher_with_another_tokenizer,
+        shows=("distillation.teacher", "use a teacher with the policy's tokenizer"),
     ),
 )
 

@@ -11,9 +11,11 @@ from megatron_gspo.data.packing import (
     context_parallel_shard,
     count_trained,
     pack,
+    pack_responses,
     unpack,
 )
 from megatron_gspo.data.sample import Sample
+from megatron_gspo.data.training_batch import TrainingBatch
 from megatron_gspo.data.turn_spans import Span, with_spans
 from megatron_gspo.parallel.context_parallel import zigzag_indices
 from megatron_gspo.routing_replay.routes import RouteShape
@@ -384,3 +386,33 @@ def test_routes_are_carried_only_where_asked_for():
     batch = pack([wide], num_sequences=1, num_tokens=2, routes=shape)
     assert batch.routed_experts.dtype == torch.uint8
     assert batch.routed_experts[:3].tolist() == wide.routed_experts.tolist()
+
+
+def test_columns_of_a_teacher_are_packed_as_those_of_one_number():
+    """One number of each row of [R, 3] is the advantage; also in a shard of context parallelism."""
+    samples = [make_sample(3, 5, seed=4, mask=[True, False, True, True, True]), *two_samples()]
+    batch = TrainingBatch.of(samples)
+    advantages = batch.responses["advantages"]
+    log_probs = np.stack([advantages, 2 * advantages, advantages - 1], axis=1)
+    ids = np.arange(3 * len(advantages), dtype=np.int32).reshape(-1, 3)
+    batch = batch.with_column("teacher_top_log_probs", log_probs)
+    batch = batch.with_column("teacher_top_ids", ids)
+    packed = pack_responses(
+        batch,
+        range(3),
+        num_sequences=3,
+        num_tokens=7,
+        sequence_multiple=4,
+        total_multiple=4,
+        optional=("teacher_top_ids", "teacher_top_log_probs"),
+        routes=None,
+    )
+    trained = packed.loss_mask > 0
+    assert packed.teacher_top_ids.dtype == torch.int32
+    assert torch.equal(packed.teacher_top_log_probs[:, 0], packed.advantages)
+    assert torch.equal(packed.teacher_top_log_probs[trained][:, 2], packed.advantages[trained] - 1)
+    assert not packed.teacher_top_ids[~trained].any()
+    expected = ids[batch.responses["loss_mask"]]
+    assert torch.equal(packed.teacher_top_ids[trained], torch.from_numpy(expected))
+    shard = context_parallel_shard(packed, 1, 2)
+    assert torch.equal(shard.teacher_top_log_probs[:, 0], shard.advantages)

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_gspo.algorithms import Objective, preset
+from megatron_gspo.algorithms import Distillation, Objective, preset
 from megatron_gspo.config import LoRAConfig
 from megatron_gspo.data.sample import Sample
 from tests.algorithms.reference import TAPERED
@@ -27,7 +27,8 @@ class Scenario:
 
     ``spread``: how far, in nats, the old log-probs are from the current ones: by sequence and again
     by token. ``replay``: the samples carry random routes, which every pass uses. ``branches``: some
-    samples are several rows, as an agent's run is.
+    samples are several rows, as an agent's run is. ``distillation``: from a teacher with
+    ``teacher_columns``.
     """
 
     objective: Objective
@@ -36,6 +37,7 @@ class Scenario:
     temperature: float = 1.0
     replay: bool = False
     branches: bool = False
+    distillation: Distillation | None = None
 
 
 # With these every metric takes a value that is neither 0 nor 1 (see test_truth.py): one sequence
@@ -97,6 +99,13 @@ OTHERS = {
     "minirl": Scenario(preset("minirl", max_weight=1.2), 0.2, per_token=True),
     "ppo": Scenario(preset("ppo"), 0.2, per_token=True),
     "a surrogate of one's own": Scenario(TAPERED, 0.2, per_token=True),
+    "distilled": Scenario(
+        preset("gspo_token", epsilon_low=0.02, epsilon_high=0.03, entropy_coef=0.01),
+        0.05,
+        per_token=True,
+        temperature=0.8,
+        distillation=Distillation(coef=0.7, forward_weight=0.4),
+    ),
 }
 ALL = SCENARIOS | REPLAYED | BRANCHED | OTHERS
 # While routes are recorded: each token's choice must not depend on the layout.
@@ -264,6 +273,20 @@ def with_old_log_probs(
         engine = sample.old_log_probs + g.normal(size=sample.old_log_probs.shape) * 0.3
         sample.rollout_log_probs = engine.astype(np.float32)
     return samples
+
+
+def teacher_columns(
+    samples: list[Sample], vocab_size: int, *, count: int = 5, seed: int = 7
+) -> dict[str, np.ndarray]:
+    """Columns of a batch of the samples: random distributions over random ids."""
+    g = np.random.default_rng(seed)
+    tokens = sum(sample.response_length for sample in samples)
+    ids = np.stack([g.permutation(vocab_size)[:count] for _ in range(tokens)])
+    shares = g.dirichlet(np.ones(count + 1), tokens)[:, :count]
+    return {
+        "teacher_top_ids": ids.astype(np.int32),
+        "teacher_top_log_probs": np.log(shares).astype(np.float32),
+    }
 
 
 def max_difference(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:

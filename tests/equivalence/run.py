@@ -169,7 +169,9 @@ def compare_gradients(
 ) -> None:
     """Loss, log-probs, metrics and every gradient of the mini-batch."""
     where = f"{name}, {cut}"
-    result = run_pass(policy, ALL[name], (CUTS | OTHER_CUTS)[cut], expected.samples)
+    result = run_pass(
+        policy, ALL[name], (CUTS | OTHER_CUTS)[cut], expected.samples, expected.teacher
+    )
     trained = expected.batch.log_probs * (expected.batch.loss_mask > 0)
     errors.add("log-prob", _distance(result.log_probs, trained), where)
     errors.add_metrics(result.metrics, expected.metrics, where, "metric")
@@ -187,17 +189,28 @@ class Pass:
 
 
 def run_pass(
-    policy: Policy, scenario: Scenario, batching: TrainingConfig, samples: list[Sample]
+    policy: Policy,
+    scenario: Scenario,
+    batching: TrainingConfig,
+    samples: list[Sample],
+    teacher: dict[str, np.ndarray],
 ) -> Pass:
-    """Forward and backward of a mini-batch."""
+    """Forward and backward of a mini-batch. teacher: further columns of it."""
     options = ReplayOptions(route_shape(policy), replay=True) if scenario.replay else None
     samples = held_by(policy, samples) if scenario.replay else samples
-    batches = pack_mini_batch(
-        policy, TrainingBatch.of(samples), batching, optional=_carried(samples), routing=options
-    )
+    batch = TrainingBatch.of(samples)
+    for name, values in teacher.items():
+        batch = batch.with_column(name, values)
+    optional = [*_carried(samples), *teacher]
+    batches = pack_mini_batch(policy, batch, batching, optional=optional, routing=options)
     routing = mini_batch_routes(policy, batches, options)
     outputs = forward_backward(
-        policy, scenario.objective, batches, temperature=scenario.temperature, routing=routing
+        policy,
+        scenario.objective,
+        batches,
+        temperature=scenario.temperature,
+        routing=routing,
+        distillation=scenario.distillation,
     )
     log_probs = values_of(
         [output["log_probs"] for output in outputs], batches, samples, policy.groups

@@ -101,6 +101,13 @@ def test_other_objectives_in_every_cut(models, arrangement):
     check(models("moe"), special(arrangement, *product(OTHERS, CUTS)))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("arrangement", FAMILIES["moonlight"], ids=lambda a: a.name)
+def test_distillation(models, arrangement):
+    """A third of the layouts, beside those of the other objectives."""
+    check(models("moe"), special(arrangement, ("distilled", "packed"), ("distilled", "one by one")))
+
+
 @pytest.mark.parametrize(
     "arrangement",
     [Arrangement(expert=2, data=2), Arrangement(tensor=2, sequence_parallel=True, expert=2)],

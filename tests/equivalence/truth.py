@@ -5,9 +5,10 @@ once and kept in a file.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -22,6 +23,7 @@ from tests.equivalence.cases import (
     TRAINING,
     Scenario,
     make_samples,
+    teacher_columns,
     with_branches,
     with_old_log_probs,
 )
@@ -36,6 +38,7 @@ from tests.support.transformers_reference import (
     naive_metrics,
     naive_training,
     observe_routers,
+    response_divergence,
     response_log_probs,
     whole_batch,
     without_gradient,
@@ -49,13 +52,14 @@ MEAN_ADVANTAGE = 0.3  # the loss of advantages around 0 is a small difference of
 class Expected:
     """One scenario: its samples, and what comes of them.
 
-    ``batch``: all response tokens with log-probs and entropy.
+    ``batch``: all response tokens with log-probs and entropy. ``teacher``: columns of the samples.
     """
 
     samples: list[Sample]
     metrics: dict[str, float]
     gradients: dict[str, Tensor]
     batch: loops.Batch
+    teacher: dict[str, np.ndarray] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -105,10 +109,38 @@ def expect(
     samples = scenario_samples(model, scenario, scale=scale)
     model.zero_grad()
     batch = whole_batch(model, samples, scenario.temperature)
+    teacher: dict[str, np.ndarray] = {}
+    if scenario.distillation is not None:
+        teacher = teacher_columns(samples, model.config.vocab_size)
+        batch = replace(batch, divergence=divergence_of(model, samples, scenario, teacher))
     loops.naive_loss(scenario.objective, batch, batch.log_probs, batch.entropy).backward()
     gradients = {name: gradient.clone() for name, gradient in gradients_of(model).items()}
     return Expected(
-        samples, naive_metrics(scenario.objective, batch), gradients, without_gradient(batch)
+        samples,
+        naive_metrics(scenario.objective, batch),
+        gradients,
+        without_gradient(batch),
+        teacher,
+    )
+
+
+def divergence_of(
+    model: torch.nn.Module,
+    samples: list[Sample],
+    scenario: Scenario,
+    teacher: dict[str, np.ndarray],
+) -> Tensor:
+    """Of all response tokens, end to end, with its gradient."""
+    assert scenario.distillation is not None
+    ends = np.cumsum([sample.response_length for sample in samples])[:-1]
+    of_samples = [np.split(column, ends) for column in teacher.values()]
+    return torch.cat(
+        [
+            response_divergence(
+                model, sample, scenario.temperature, scenario.distillation, ids, log_probs
+            )
+            for sample, ids, log_probs in zip(samples, *of_samples, strict=True)
+        ]
     )
 
 

@@ -60,6 +60,8 @@ def load(file: Path, tiny: str, folder: Path) -> Config:
     overrides += [
         f"data.{key}={prompts}" for key in ("prompts", "eval_prompts") if key in data["data"]
     ]
+    if "distillation" in data:
+        overrides.append(f"distillation.teacher={tiny}")
     for section in ("sglang", "agents"):
         if "python" in data.get(section, {}):
             overrides.append(f"{section}.python={sys.executable}")

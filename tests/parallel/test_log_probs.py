@@ -8,7 +8,8 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
-from megatron_gspo.parallel.log_probs import CHUNK_BYTES
+from megatron_gspo.parallel.log_probs import CHUNK_BYTES, LogProbOptions, top_ids_from_hidden
+from megatron_gspo.parallel.scored_rows import ScoredRows
 from megatron_gspo.parallel.vocabulary_tiles import TILE
 from tests.support.distributed import collectives_so_far, run_distributed
 
@@ -316,6 +317,43 @@ def _check_tensor_parallel(rank, world_size):
 
 def test_tensor_parallel_matches_log_softmax():
     assert run_distributed(_check_tensor_parallel, 4) == [144] * 4
+
+
+@pytest.mark.parametrize("chunk_bytes", [ONE_TILE, MANY_TILES])
+@pytest.mark.parametrize("count", [1, 5, 85])
+def test_top_ids_are_those_of_the_largest_logits(chunk_bytes, count):
+    hidden, weight, *_ = inputs(23, 85, 12, padded=120)
+    options = LogProbOptions(vocab_size=85, chunk_bytes=chunk_bytes)
+    ids = top_ids_from_hidden(hidden, weight, count, options)
+    logits = hidden.double() @ weight[:85].double().T
+    assert torch.equal(ids, logits.topk(count).indices)
+
+
+def _check_top_ids(rank, world_size):
+    cases = 0
+    mask = torch.arange(36) % 3 != 1
+    for size in (2, 4):
+        group = _group_of(rank, world_size, size)
+        place = rank % size
+        for sequence_parallel, vocabulary in itertools.product((False, True), (120, 25)):
+            hidden, weight, *_ = inputs(36, vocabulary, 12, padded=120)
+            ids = top_ids_from_hidden(
+                hidden.chunk(size)[place] if sequence_parallel else hidden,
+                weight.chunk(size)[place],
+                5,
+                LogProbOptions(vocab_size=vocabulary, chunk_bytes=MANY_TILES),
+                tp_group=group,
+                sequence_parallel=sequence_parallel,
+                scored=ScoredRows.of(mask, *((place, size) if sequence_parallel else ())),
+            )
+            logits = hidden.double() @ weight[:vocabulary].double().T
+            assert torch.equal(ids, logits.topk(5).indices * mask[:, None])
+            cases += 1
+    return cases
+
+
+def test_top_ids_of_tensor_parallel_ranks():
+    assert run_distributed(_check_top_ids, 4) == [8] * 4
 
 
 def _check_label_owner(rank, world_size):

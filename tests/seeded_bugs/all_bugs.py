@@ -6,6 +6,7 @@ from tests.seeded_bugs.adapters import ADAPTERS
 from tests.seeded_bugs.agents import AGENTS
 from tests.seeded_bugs.checkpoints import CHECKPOINTS
 from tests.seeded_bugs.conversion import CONVERSION
+from tests.seeded_bugs.distillation import DISTILLATION
 from tests.seeded_bugs.evaluation import EVALUATION
 from tests.seeded_bugs.models import MODELS
 from tests.seeded_bugs.objective import OBJECTIVE
@@ -18,6 +19,7 @@ from tests.seeded_bugs.servers import SERVERS
 
 SEEDED_BUGS = (
     *OBJECTIVE,
+    *DISTILLATION,
     *PARALLELISM,
     *ROUTING,
     *CHECKPOINTS,

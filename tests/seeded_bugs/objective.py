@@ -149,8 +149,8 @@ OBJECTIVE = (
     SeededBug(
         name="advantages one position late",
         file="megatron_gspo/data/packing.py",
-        before="np.copyto(out[packed], values, where=loss_mask)",
-        after="np.copyto(out[packed], np.roll(values, 1), where=loss_mask)",
+        before="np.copyto(out[packed], values, where=where)",
+        after="np.copyto(out[packed], np.roll(values, 1), where=where)",
         test="tests/data/test_packing.py::test_by_hand",
     ),
     SeededBug(

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForCausalLM
 
-from megatron_gspo.algorithms import Objective
+from megatron_gspo.algorithms import Distillation, Objective
 from megatron_gspo.config import OptimizerConfig
 from megatron_gspo.data.sample import Sample
 from megatron_gspo.rollout.embedded.perturbed_routers import PerturbedRouters
@@ -110,6 +110,34 @@ def _log_probs_of_rows(
         entropies.append(row_entropy)
         start = end
     return torch.cat(log_probs), torch.cat(entropies)
+
+
+def response_divergence(
+    model: torch.nn.Module,
+    sample: Sample,
+    temperature: float,
+    distillation: Distillation,
+    top_ids: np.ndarray,
+    top_log_probs: np.ndarray,
+) -> Tensor:
+    """The divergence from a teacher at each response token, float64 ``[R]``, over the ids of the
+    last two arguments ``[R, K]``: a loop."""
+    tokens = torch.from_numpy(sample.tokens)[None]
+    logits = model(input_ids=tokens, use_cache=False).logits[0, sample.prompt_length - 1 : -1]
+    log_softmax = torch.log_softmax(logits / temperature, dim=-1)
+    share = distillation.forward_weight
+    values = []
+    for row, ids, teacher in zip(
+        log_softmax, top_ids.tolist(), top_log_probs.tolist(), strict=True
+    ):
+        total = torch.zeros((), dtype=torch.float64)
+        for token, log_t in zip(ids, teacher, strict=True):
+            p = row[token].exp()
+            t = math.exp(log_t)
+            total = total + (1 - share) * (p * (row[token] - log_t) - p + t)
+            total = total + share * (t * (log_t - row[token]) - t + p)
+        values.append(distillation.coef * total)
+    return torch.stack(values)
 
 
 def whole_batch(
@@ -263,7 +291,12 @@ def observe_routers(
 
 
 def without_gradient(batch: loops.Batch) -> loops.Batch:
-    return replace(batch, log_probs=batch.log_probs.detach(), entropy=batch.entropy.detach())
+    return replace(
+        batch,
+        log_probs=batch.log_probs.detach(),
+        entropy=batch.entropy.detach(),
+        divergence=None if batch.divergence is None else batch.divergence.detach(),
+    )
 
 
 def naive_loss(
@@ -286,11 +319,15 @@ def naive_metrics(objective: Objective, batch: loops.Batch) -> dict[str, float]:
         key: getattr(objective, key) for key in ("kl_loss_coef", "entropy_coef", "log_ratio_coef")
     }
 
-    def loss(**coefficients: float) -> float:
+    alone = replace(batch, divergence=None)
+
+    def loss(batch: loops.Batch = alone, **coefficients: float) -> float:
         chosen = replace(objective, **{**dict.fromkeys(terms, 0.0), **coefficients})
         return float(loops.naive_loss(chosen, batch, batch.log_probs, batch.entropy))
 
-    metrics = {"loss": loss(**terms), "loss/policy": loss()}
+    metrics = {"loss": loss(batch, **terms), "loss/policy": loss()}
+    if batch.divergence is not None:
+        metrics["loss/distillation"] = loss(batch) - loss()
     names = {
         "kl_loss_coef": "loss/kl",
         "entropy_coef": "loss/entropy",

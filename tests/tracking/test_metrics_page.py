@@ -132,6 +132,7 @@ def computed_names() -> set[str]:
             num_tokens=4,
             ref_log_probs=zeros,
             entropy=mask,
+            divergence=zeros,
         )
         names |= set(finish_metrics(metrics))
     mismatch = mismatch_metrics(zeros, zeros, mask, num_tokens=4)

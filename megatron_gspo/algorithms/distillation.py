@@ -1,0 +1,61 @@
+"""On-policy distillation: the divergence of the policy p from a teacher t, on samples of the
+policy.
+
+At each position the divergence is a sum over the vocabulary of terms that are 0 at p = t and
+positive elsewhere:
+
+    reverse   f(v) = p log(p / t) - p + t    d f / d log p = p log(p / t)     sums to KL(p || t)
+    forward   f(v) = t log(t / p) - t + p    d f / d log p = p - t            sums to KL(t || p)
+
+The terms of some ids S are computed (`divergence`), with p's gradient. The other terms have the
+gradient of their sum estimated by the sampled token y, where it is not in S: as
+``sum_v (d f / d log p) grad log p`` is the mean over y of ``(d f / d p)(y) grad log p(y)``, an
+advantage of ``- d f / d p`` (`token_advantages`) gives it. It is unbiased where y is p's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+_MAX_LOG_RATIO = 20.0  # nats; of t / p, before exp
+
+
+@dataclass(frozen=True, kw_only=True)
+class Distillation:
+    """The divergence and its weight in the loss."""
+
+    coef: float = 1.0
+    """Weight of the divergence."""
+
+    forward_weight: float = 0.0
+    """Share of the forward KL: 0 is the reverse KL, 1 the forward KL."""
+
+
+def divergence(distillation: Distillation, log_probs: Tensor, teacher_log_probs: Tensor) -> Tensor:
+    """[T]: ``coef`` times the sum of the terms of K ids at each position.
+
+    log_probs: [T, K] of the policy, with gradient. teacher_log_probs: [T, K].
+    """
+    teacher_log_probs = teacher_log_probs.detach()
+    log_ratio = log_probs - teacher_log_probs
+    p = log_probs.exp()
+    t = teacher_log_probs.exp()
+    reverse = p * log_ratio - p + t
+    forward = p - t - t * log_ratio
+    terms = torch.lerp(reverse, forward, distillation.forward_weight)
+    return distillation.coef * terms.sum(1)
+
+
+def token_advantages(
+    distillation: Distillation, log_probs: Tensor, teacher_log_probs: Tensor
+) -> Tensor:
+    """[T]: ``coef`` times ``- d f / d p`` at the sampled tokens; no gradient.
+
+    log_probs, teacher_log_probs: [T] of the sampled tokens.
+    """
+    log_ratio = teacher_log_probs.detach() - log_probs.detach()
+    forward = torch.expm1(log_ratio.clamp(max=_MAX_LOG_RATIO))
+    return distillation.coef * torch.lerp(log_ratio, forward, distillation.forward_weight)

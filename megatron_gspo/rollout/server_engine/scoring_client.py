@@ -1,0 +1,93 @@
+"""Log-probs of given tokens from servers of a model that is not trained."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import numpy as np
+
+from megatron_gspo.config import ServerConfig
+from megatron_gspo.rollout.server_engine.server_api import (
+    RequestContext,
+    ResponseError,
+    ServedModel,
+    ServerAPI,
+)
+from megatron_gspo.servers.http_client import EventLoop, ServerClient, ServerError, open_session
+from megatron_gspo.servers.server_launch import read_api_key
+
+_FIRST_PAUSE = 0.2  # seconds before a request is repeated; then twice as long each time
+_LONGEST_PAUSE = 5.0
+
+
+class ScoringClient:
+    """A client of servers, each of which has the whole model. Methods are called from the training
+    thread."""
+
+    def __init__(self, config: ServerConfig, api: ServerAPI, model: ServedModel) -> None:
+        """model: sizes of the model; ids outside its vocabulary must not be scored.
+
+        Raises ValueError for an invalid URL.
+        """
+        self._config = config
+        self._api = api
+        self._model = model
+        self._loop = EventLoop()
+        self._session = self._loop.run(open_session())
+        key = read_api_key(config)
+        self._servers = [ServerClient(url, self._session, api_key=key) for url in config.urls]
+        self._free = asyncio.Semaphore(config.max_concurrent_requests * len(self._servers))
+
+    def score(self, sequences: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """Of each sequence [L], the log-probs (temperature 1) [L - 1] float32 of its tokens but the
+        first.
+
+        A request that fails is repeated at the next server. Raises EngineError where that does not
+        help.
+        """
+
+        async def score_all() -> list[np.ndarray]:
+            tasks = [
+                asyncio.create_task(self._score(number, tokens.tolist()))
+                for number, tokens in enumerate(sequences)
+            ]
+            try:
+                return await asyncio.gather(*tasks)
+            finally:
+                for task in tasks:
+                    task.cancel()  # those that are left when one has failed
+
+        return self._loop.run(score_all())
+
+    def close(self) -> None:
+        """End the requests. May be called again."""
+        if not self._session.closed:
+            self._loop.run(self._session.close())
+        self._loop.close()
+
+    async def _score(self, number: int, tokens: list[int]) -> np.ndarray:
+        pause = _FIRST_PAUSE
+        for attempt in range(self._config.retries + 1):
+            server = self._servers[(number + attempt) % len(self._servers)]
+            try:
+                async with self._free:
+                    return await self._score_at(server, tokens)
+            except (ServerError, ResponseError) as error:
+                is_final = isinstance(error, ServerError) and not error.retry
+                if is_final or attempt == self._config.retries:
+                    raise
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE)
+        raise AssertionError("unreachable")
+
+    async def _score_at(self, server: ServerClient, tokens: list[int]) -> np.ndarray:
+        context = RequestContext(f"the teacher at {server.url}", len(tokens), 1, self._model)
+        request = self._api.score_request(tokens, context)
+        body = await server.post_for_bytes(
+            request.path,
+            request.body,
+            timeout=self._config.request_timeout,
+            max_bytes=request.max_bytes,
+        )
+        return self._api.responses.parse_input_log_probs(body, context, tokens)

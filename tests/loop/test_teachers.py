@@ -1,0 +1,90 @@
+"""A teacher on servers, which answer with the log-probs of a Transformers model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from aiohttp import web
+
+from megatron_gspo.config import ServerConfig
+from megatron_gspo.data.sample import Sample
+from megatron_gspo.data.training_batch import TrainingBatch
+from megatron_gspo.errors import SharedEngineError
+from megatron_gspo.loop.teachers import ServerTeacher
+from megatron_gspo.models import family_of, read_config
+from megatron_gspo.rollout.server_engine.scoring_client import ScoringClient
+from megatron_gspo.rollout.server_engine.server_api import ServedModel
+from megatron_gspo.rollout.sglang.sglang_api import SGLangAPI
+from tests.equivalence.cases import make_samples, with_branches
+from tests.servers.web_server import WebServer
+from tests.support.configs import parallel
+from tests.support.distributed import run_distributed
+from tests.support.model_server import ModelServer
+from tests.support.parallel_groups import groups_of
+from tests.support.ports import free_port
+from tests.support.training_runs import tiny_model
+from tests.support.transformers_reference import load_reference, response_log_probs
+
+
+def samples() -> list[Sample]:
+    return with_branches(make_samples(3, 6, vocab_size=60), 3)
+
+
+def client_of(path: str, *urls: str) -> ScoringClient:
+    config = ServerConfig(urls=urls, retries=1)
+    shape = family_of(read_config(path))[1]
+    return ScoringClient(config, SGLangAPI(), ServedModel(shape))
+
+
+def score(path: str, *urls: str, tensor: int = 1) -> np.ndarray:
+    teacher = ServerTeacher(client_of(path, *urls), groups_of(parallel(tensor=tensor)))
+    try:
+        return teacher.score(TrainingBatch.of(samples()), None).log_probs
+    finally:
+        teacher.close()
+
+
+def scores_of_ranks(rank: int, world_size: int, path: str, url: str) -> np.ndarray:
+    return score(path, f"http://127.0.0.1:{free_port()}", url, tensor=world_size)
+
+
+def message_of_ranks(rank: int, world_size: int, path: str, url: str) -> str:
+    with pytest.raises(SharedEngineError) as error:
+        score(path, url, tensor=world_size)
+    return str(error.value)
+
+
+def test_every_rank_has_the_scores_although_a_server_is_down(tmp_path: Path) -> None:
+    path = tiny_model(tmp_path / "model")
+    reference = load_reference(path)
+    with torch.no_grad():
+        expected = [response_log_probs(reference, sample)[0].numpy() for sample in samples()]
+    with ModelServer(path) as server:
+        for log_probs in run_distributed(scores_of_ranks, 2, path, server.url):
+            assert log_probs.dtype == np.float32
+            np.testing.assert_allclose(log_probs, np.concatenate(expected), atol=2e-5)
+        assert server.scored == sum(sample.num_rows for sample in samples())
+
+
+def test_a_server_that_scores_other_tokens_is_found_on_every_rank(tmp_path: Path) -> None:
+    path = tiny_model(tmp_path / "model")
+
+    async def shorter(request: web.Request) -> web.StreamResponse:
+        tokens = (await request.json())["input_ids"]
+        rows = [[None, tokens[0], None]] + [[-1.0, token, None] for token in tokens[2:]]
+        return web.json_response({"meta_info": {"input_token_logprobs": rows}})
+
+    with WebServer(shorter) as server:
+        messages = run_distributed(message_of_ranks, 2, path, server.url)
+        assert len(set(messages)) == 1
+        assert f"the teacher at {server.url}: input_token_logprobs has" in messages[0]
+
+
+def test_no_server_is_an_error_of_every_rank(tmp_path: Path) -> None:
+    path = tiny_model(tmp_path / "model")
+    url = f"http://127.0.0.1:{free_port()}"
+    for message in run_distributed(message_of_ranks, 2, path, url):
+        assert message.startswith(f"server {url}/generate: no connection")

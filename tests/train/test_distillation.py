@@ -1,0 +1,75 @@
+"""Distillation as whole runs: from the policy itself, and from a teacher that it approaches."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.torch import load_file, save_file
+
+from megatron_gspo.config import Config
+from megatron_gspo.tracking import read_metrics
+from tests.support.distributed import run_distributed
+from tests.support.training_runs import base_config, first_step, launch, tiny_model
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return tiny_model(tmp_path_factory.mktemp("models") / "policy")
+
+
+@pytest.fixture(scope="module")
+def sharper(model: str) -> str:
+    """The same model with logits ten times as large."""
+    teacher = Path(shutil.copytree(model, Path(model).with_name("teacher")))
+    weights = load_file(teacher / "model.safetensors")
+    weights["lm_head.weight"] *= 10
+    save_file(weights, teacher / "model.safetensors", metadata={"format": "pt"})
+    return str(teacher)
+
+
+def config_of(model: str, run_dir: Path, teacher: str, **distillation: Any) -> dict[str, Any]:
+    return base_config(
+        model,
+        run_dir,
+        algorithm={"name": "gspo_token", "epsilon_low": 0.05, "epsilon_high": 0.05},
+        distillation={"teacher": teacher, **distillation},
+        rollout={"rollout_batch_size": 16, "n_samples_per_prompt": 1},
+        optimizer={"lr": 1e-2},
+        evaluation={"at_start": False},
+        checkpoint={"export_hf": False},
+    )
+
+
+def first_steps_kl(rank: int, world_size: int, config: dict[str, Any]) -> tuple[float, float]:
+    """`distillation/kl` of the first step, and its largest advantage."""
+    samples, metrics = first_step(Config.from_dict(config))
+    largest = max(float(np.abs(sample.advantages).max()) for sample in samples)
+    return metrics["distillation/kl"], largest
+
+
+@pytest.mark.parametrize("forward_weight", [0.0, 1.0])
+def test_there_is_nothing_to_learn_from_oneself(
+    model: str, tmp_path: Path, forward_weight: float
+) -> None:
+    config = config_of(model, tmp_path / "run", model, forward_weight=forward_weight)
+    assert run_distributed(first_steps_kl, 1, config) == [(0.0, 0.0)]
+
+
+@pytest.mark.parametrize("top_k", [0, 8])
+def test_the_policy_approaches_the_teacher(
+    model: str, sharper: str, tmp_path: Path, top_k: int
+) -> None:
+    config = config_of(model, tmp_path / "run", sharper, top_k=top_k)
+    config["training"]["steps"] = 8
+    launch(config, 2, "parallel.tensor_model_parallel_size=2")
+    steps = [row for row in read_metrics(tmp_path / "run") if row["step"]]
+    assert len(steps) == 8 and all(row["time/teacher"] > 0 for row in steps)
+    early, late = (
+        sum(row["distillation/kl"] for row in chosen) for chosen in (steps[:2], steps[-2:])
+    )
+    assert late < 0.7 * early
+    assert all(("loss/distillation" in row) == (top_k > 0) for row in steps)
