@@ -41,7 +41,7 @@ _OF_OTHER_KEYS = {
 }
 
 
-def check_data(data: DataConfig, *, scored_by_agents: bool) -> None:
+def check_data(data: DataConfig, *, scored_by_agents: bool = False) -> None:
     """Each source has prompts, a verifier that can score them, and a format that keeps the
     question.
 

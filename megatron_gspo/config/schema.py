@@ -198,10 +198,7 @@ class Config:
         check_environment(self.rollout, self.algorithm, self.data, has_turns=self.agents.is_on)
         check_agents(self.agents, self.rollout, self.algorithm, self.data)
         check_quantization(self.rollout)
-        check_data(
-            self.data,
-            scored_by_agents=self.agents.is_on or self.rollout.environment is not None,
-        )
+        check_data(self.data, scored_by_agents=self.scored_by_agents)
         check_parallel(self.parallel)
         check_global_batch(self.training, self.rollout.sequences)
         check_halves(self.training, self.algorithm)
@@ -228,6 +225,11 @@ class Config:
     def _max_call_tokens(self) -> int:
         """Tokens of the longest prompt of the data and its response."""
         return self.data.max_prompt_length + self.rollout.max_response_length
+
+    @property
+    def scored_by_agents(self) -> bool:
+        """Whether agents or an environment may give the rewards."""
+        return self.agents.is_on or self.rollout.environment is not None
 
     @property
     def max_context(self) -> int:

@@ -215,7 +215,7 @@ def train_step(
         batch, run.policy, run.reference, config, plan, routing, timers
     )
     if run.teacher is not None:
-        with checkpoints.saved_on_engine_failure(state):
+        with checkpoints.saved_on_failure(state):
             batch = with_teacher_scores(batch, run.teacher, plan, timers)
     batch, mask_metrics = mask_samples(
         batch, step=step, truncated=config.algorithm.truncated == "mask"

@@ -75,7 +75,18 @@ def load_tasks(
         _, held_out, _ = load_data(config, tokenizer)
         return held_out_tasks(held_out, config.data)
     task_names(files)
-    tasks = tuple(load_task(file, tokenizer, config.data, given, window, limit) for file in files)
+    tasks = tuple(
+        load_task(
+            file,
+            tokenizer,
+            config.data,
+            given,
+            window,
+            limit,
+            scored_by_agents=config.scored_by_agents,
+        )
+        for file in files
+    )
     if any(task.data.resolved_verifier == "code" for task in tasks):
         refuse_visible_files(config.data.code, {"--tasks": files})
     return tasks

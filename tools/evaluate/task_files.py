@@ -77,12 +77,15 @@ def load_task(
     given: Collection[str] = (),
     window: Window = (None, None),
     limit: int | None = None,
+    *,
+    scored_by_agents: bool = False,
 ) -> Task:
     """Read a task file (kinds: ``read_rows``); of a data set with splits, the held-out one.
 
     data: format and verifier. given: the keys of it that the user has set for this evaluation,
     ``data.verifier`` for example; they win over those of the file's layout. window: first and last
-    time of the problems' dates; a date is its midnight. limit: most prompts.
+    time of the problems' dates; a date is its midnight. limit: most prompts. scored_by_agents: see
+    ``check_data``.
 
     A prompt that is too long is an error unless ``data.overlong_prompts`` is given: dropped prompts
     would change the accuracy. Raises ``PromptError`` or ``ConfigError``.
@@ -101,7 +104,7 @@ def load_task(
     if "data.overlong_prompts" not in given:
         data = replace(data, overlong_prompts="error")
     data = replace(data, task=None, sources=(), prompts=str(file), eval_prompts=None)
-    check_data(data)
+    check_data(data, scored_by_agents=scored_by_agents)
     left_out: Counter[str] = Counter()
     kept = list(_read(rows, layout, data.code.language, window, left_out))
     if not kept and left_out:
