@@ -42,6 +42,7 @@ from megatron_gspo.config.model_checks import (
     check_critic_model,
     check_experts,
     check_family,
+    check_megatron_path,
     check_positions,
     check_weight_files,
     read_hf_config,
@@ -139,9 +140,13 @@ class Config:
         check_agent_files(self.agents)
         check_data_files(self.data)
         check_adapter_files(self.lora)
-        check_weight_files("model.path", self.model.path, self.model.init)
+        check_megatron_path(self.model)
+        is_pretrained = self.model.init == "pretrained"
+        are_served = is_pretrained and bool(self.servers.num_servers)
+        are_read = self.model.reads_files or are_served
+        check_weight_files("model.path", self.model.path, are_read=are_read)
         if self.critic.path is not None:
-            check_weight_files("critic.path", self.critic.path, self.model.init)
+            check_weight_files("critic.path", self.critic.path, are_read=is_pretrained)
 
     def check_sizes(self, world_size: int) -> None:
         """The part of `check` that needs no file of the run but the model's config.json.
