@@ -9,10 +9,12 @@ from pathlib import Path
 
 from megatron_gspo.config.config_error import ConfigError, show
 from megatron_gspo.config.fields import default_of
+from megatron_gspo.config.model_sections import ModelConfig
 from megatron_gspo.config.rollout_sections import RolloutConfig, RoutingConfig
 from megatron_gspo.models.companions import companions
 from megatron_gspo.models.config_defaults import HFConfig
 from megatron_gspo.models.families import FAMILIES, family_of
+from megatron_gspo.models.megatron_folders import iteration_folder
 from megatron_gspo.models.model_shape import (
     ModelError,
     check_sizes,
@@ -124,16 +126,31 @@ def check_context(key: str, tokens: int, hf: HFConfig) -> None:
         raise ConfigError(key, tokens, f"the model has {limit} positions", f"set at most {limit}")
 
 
-def check_weight_files(key: str, path: str, init: str) -> None:
-    """The directory has safetensors weights, unless they are random, and files beside them that
-    an export can hold.
+def check_megatron_path(model: ModelConfig) -> None:
+    """The folder of a distributed checkpoint is there, if one is named."""
+    if model.megatron_path is None:
+        return
+    key = "model.megatron_path"
+    if model.init == "random":
+        problem = "model.init: random draws the weights"
+        raise ConfigError(key, model.megatron_path, problem, "remove one of the two keys")
+    try:
+        iteration_folder(model.megatron_path)
+    except ModelError as error:
+        problem, _, fix = str(error).partition("; ")
+        raise ConfigError(key, model.megatron_path, problem, fix) from None
+
+
+def check_weight_files(key: str, path: str, *, are_read: bool) -> None:
+    """The directory has safetensors weights, if they are read, and files beside them that an
+    export can hold.
     """
     weights = Path(path)
     try:
         companions(weights)
     except ModelError as error:
         raise ConfigError(key, path, "can't be exported", str(error)) from None
-    if init == "pretrained" and not any(weights.glob("*.safetensors")):
+    if are_read and not any(weights.glob("*.safetensors")):
         problem = "has no *.safetensors weights"
         fix = "download them, or set model.init: random"
         if any(weights.glob("*.bin")):

@@ -16,6 +16,8 @@ class ModelConfig:
 
     path: UserPath
     """Hugging Face directory: config.json, tokenizer and safetensors files."""
+    megatron_path: UserPath | None = None
+    """Megatron checkpoint (`torch_dist`) of the initial weights; null: they are those in `path`."""
     init: Literal["pretrained", "random"] = "pretrained"
     """Initial weights: loaded from `path`, or drawn from `seed` (only config.json is read)."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
@@ -28,6 +30,11 @@ class ModelConfig:
     """Layers per recomputed unit with `full`; null is 1."""
     expert_bias_update_rate: Annotated[float, Ge(0)] = 0.0
     """Step of a router's expert bias towards an even load; 0 freezes the bias."""
+
+    @property
+    def reads_files(self) -> bool:
+        """Whether the initial weights are those of the files in `path`."""
+        return self.init == "pretrained" and self.megatron_path is None
 
 
 @dataclass(frozen=True, kw_only=True)

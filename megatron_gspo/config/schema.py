@@ -45,6 +45,7 @@ from megatron_gspo.config.model_checks import (
     check_critic_model,
     check_experts,
     check_family,
+    check_megatron_path,
     check_positions,
     check_weight_files,
     read_hf_config,
@@ -147,12 +148,16 @@ class Config:
         check_agent_files(self.agents)
         check_data_files(self.data)
         check_adapter_files(self.lora)
-        check_weight_files("model.path", self.model.path, self.model.init)
+        check_megatron_path(self.model)
+        is_pretrained = self.model.init == "pretrained"
+        are_served = is_pretrained and bool(self.servers.num_servers)
+        are_read = self.model.reads_files or are_served
+        check_weight_files("model.path", self.model.path, are_read=are_read)
         if self.critic.path is not None:
-            check_weight_files("critic.path", self.critic.path, self.model.init)
+            check_weight_files("critic.path", self.critic.path, are_read=is_pretrained)
         if self.distillation.teacher is not None:
-            init = "random" if self.distillation.urls else "pretrained"
-            check_weight_files("distillation.teacher", self.distillation.teacher, init)
+            are_read = not self.distillation.urls
+            check_weight_files("distillation.teacher", self.distillation.teacher, are_read=are_read)
         if self.distillation.api_key_file is not None:
             check_key_file("distillation.api_key_file", self.distillation.api_key_file)
 

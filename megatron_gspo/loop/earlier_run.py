@@ -8,11 +8,13 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from megatron_gspo.config import Config, ConfigError
 from megatron_gspo.config.load import flat, read_file
 from megatron_gspo.mcore.checkpoint.checkpoint_files import CheckpointError
 from megatron_gspo.models.hf_checkpoint import CheckpointReader
+from megatron_gspo.models.megatron_folders import iteration_folder
 from megatron_gspo.models.model_shape import ModelError
 from megatron_gspo.tracking.run_directory import FILES_OF_A_RUN
 
@@ -22,7 +24,7 @@ _SHOWN = 200  # characters of a value: paths that differ at their ends must diff
 
 
 def weights_digest(config: Config) -> str:
-    """Tells the weights in ``model.path`` from others of the same sizes, by samples of each file.
+    """Tells the initial weights from others of the same sizes, by samples of each file.
 
     "" for random weights, and for ones that can't be read.
     """
@@ -30,8 +32,11 @@ def weights_digest(config: Config) -> str:
         return ""
     digest = hashlib.sha256()
     try:
-        with CheckpointReader(config.model.path) as reader:
-            files = reader.files
+        if config.model.megatron_path is not None:
+            files = sorted(iteration_folder(config.model.megatron_path).glob("*.distcp"))
+        else:
+            with CheckpointReader(config.model.path) as reader:
+                files = reader.files
         for file in files:
             size = file.stat().st_size
             digest.update(str(size).encode())
@@ -58,11 +63,11 @@ def continued_settings(config: Config) -> str:
     except ConfigError as error:
         return f"{error}: what has changed since then is not known"
     environment = before.pop("environment", None) or {}
-    path = before.get("model", {}).get("path")
+    _, path = _initial_weights(before.get("model", {}))
     began_with = environment.get(WEIGHTS)
     now = weights_digest(config)
     if began_with and now and began_with != now:
-        raise CheckpointError(_other_model(config, str(path)))
+        raise CheckpointError(_other_model(config, path))
     try:
         before = Config.from_dict(before).dump()
     except ConfigError:  # of another version; what both have can be compared
@@ -81,6 +86,7 @@ def check_no_input_is_moved(config: Config) -> None:
     moved = [run_dir / name for name in FILES_OF_A_RUN]
     inputs = (
         ("model.path", config.model.path),
+        ("model.megatron_path", config.model.megatron_path),
         ("critic.path", config.critic.path),
         ("distillation.teacher", config.distillation.teacher),
         ("lora.adapter_path", config.lora.adapter_path),
@@ -94,13 +100,19 @@ def check_no_input_is_moved(config: Config) -> None:
 
 
 def _other_model(config: Config, before: str) -> str:
-    """The line of a run that began with another model than ``model.path``."""
-    now = config.model.path
+    """The line of a run that began with another model than the config's."""
+    key, now = _initial_weights(config.dump()["model"])
     if Path(now).resolve() == Path(before).resolve():
         problem = f"holds other weights than when the run in {config.run_dir} began"
-        return f"model.path = {now}: {problem}; choose another run_dir, or restore them"
+        return f"{key} = {now}: {problem}; choose another run_dir, or restore them"
     problem = f"the run in {config.run_dir} began with another model, {before}"
-    return f"model.path = {now}: {problem}; choose another run_dir, or set model.path back"
+    return f"{key} = {now}: {problem}; choose another run_dir, or set {key} back"
+
+
+def _initial_weights(model: Mapping[str, Any]) -> tuple[str, str]:
+    """Key and folder of the initial weights, in the section ``model`` of a config."""
+    key = "path" if model.get("megatron_path") is None else "megatron_path"
+    return f"model.{key}", str(model.get(key))
 
 
 def _changes(before: Mapping[str, object], now: Mapping[str, object]) -> Sequence[str]:

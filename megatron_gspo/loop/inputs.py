@@ -51,19 +51,24 @@ def make_environments(config: Config) -> EnvironmentPool | None:
 def check_weights(config: Config) -> ModelShape:
     """The model's sizes. Raises ``ConfigError`` unless the checkpoints of the policy, its critic and
     its teacher are complete and have exactly the tensors that their config.json requires."""
-    if config.distillation.teacher is not None:
-        init = "random" if config.distillation.urls else "pretrained"
-        teacher = config.distillation.teacher
-        _check_checkpoint("distillation.teacher", teacher, init, value_head=False)
+    model = config.model
+    distillation = config.distillation
+    if distillation.teacher is not None:
+        are_read = not distillation.urls
+        _check_checkpoint("distillation.teacher", distillation.teacher, are_read=are_read)
     if config.critic.path is not None:
-        _check_checkpoint("critic.path", config.critic.path, config.model.init, value_head=True)
-    return _check_checkpoint("model.path", config.model.path, config.model.init, value_head=False)
+        are_read = model.init == "pretrained"
+        _check_checkpoint("critic.path", config.critic.path, are_read=are_read, value_head=True)
+    return _check_checkpoint("model.path", model.path, are_read=model.reads_files)
 
 
-def _check_checkpoint(key: str, path: str, init: str, *, value_head: bool) -> ModelShape:
+def _check_checkpoint(
+    key: str, path: str, *, are_read: bool, value_head: bool = False
+) -> ModelShape:
+    """are_read: whether the weights in the directory are."""
     try:
         family, shape = family_of(read_config(path))
-        if init == "pretrained":
+        if are_read:
             with CheckpointReader(path) as weights:
                 check_checkpoint(weights, family, with_value_head(shape) if value_head else shape)
     except ModelError as error:

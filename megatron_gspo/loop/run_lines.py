@@ -13,7 +13,8 @@ import torch.distributed as dist
 from megatron_gspo.config import Config
 from megatron_gspo.loop.checkpoints import LoopState
 from megatron_gspo.models import family_of, read_config
-from megatron_gspo.models.hf_checkpoint import CheckpointReader
+from megatron_gspo.models.megatron_folders import iteration_folder
+from megatron_gspo.models.tensor_sizes import tensor_sizes
 from megatron_gspo.tracking.progress import format_time
 from megatron_gspo.tracking.run_environment import program
 
@@ -124,10 +125,11 @@ def _model(config: Config) -> str:
     family, shape = family_of(read_config(config.model.path))
     if config.model.init == "random":
         return f"{family.model_type}, random weights, {config.model.dtype}"
-    with CheckpointReader(config.model.path) as weights:
-        names = [name for name in weights.names if not name.startswith(shape.carried)]
-        count = sum(prod(weights.shape(name)) for name in names)
-    return f"{family.model_type}, {_count(count)} parameters, {config.model.dtype}"
+    count = sum(prod(sizes) for _, sizes in tensor_sizes(family, shape))
+    text = f"{family.model_type}, {_count(count)} parameters, {config.model.dtype}"
+    if config.model.megatron_path is None:
+        return text
+    return f"{text}, weights of {iteration_folder(config.model.megatron_path)}"
 
 
 def _count(parameters: int) -> str:

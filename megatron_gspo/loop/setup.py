@@ -210,6 +210,8 @@ def build_rewards(config: Config, environments: EnvironmentPool | None) -> Rewar
 
 def _critic(config: Config, groups: ProcessGroups, options: MegatronOptions) -> Policy:
     model = replace(config.model, path=config.critic_path)
+    if config.critic.path is not None:
+        model = replace(model, megatron_path=None)
     return build_policy(
         model,
         config.parallel,

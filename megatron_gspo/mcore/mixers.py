@@ -24,12 +24,14 @@ class Mixer:
     layers, which it may change, since it is this layer's alone, Megatron's config and the shape,
     what takes its place. transformer_engine: whether Transformer Engine's layers can be
     built. stored_names: starts of a layer's parameter names, and those under which checkpoints have
-    them, as with Transformer Engine; None: Megatron's torch spec has them right."""
+    them, as with Transformer Engine; None: Megatron's torch spec has them right. in_megatron: whether
+    Megatron-Core has such layers, with the same parameters."""
 
     options: Callable[[ModelShape], dict[str, object]]
     build_spec: Callable[[ModuleSpec, TransformerConfig, ModelShape | None], ModuleSpec]
     transformer_engine: bool = True
     stored_names: Mapping[str, str] | None = None
+    in_megatron: bool = True
 
 
 def _attention_options(shape: ModelShape) -> dict[str, object]:
@@ -102,7 +104,7 @@ MIXERS = {
     "windowed_attention": Mixer(_attention_options, _attention, transformer_engine=False),
     "sink_attention": Mixer(_attention_options, _sink_attention, transformer_engine=False),
     "joint_norm_attention": Mixer(
-        _joint_norm_options, _joint_norm_attention, transformer_engine=False
+        _joint_norm_options, _joint_norm_attention, transformer_engine=False, in_megatron=False
     ),
     "latent_attention": Mixer(
         _latent_options,
@@ -119,6 +121,7 @@ MIXERS = {
         _delta_net,
         transformer_engine=False,
         stored_names={"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"},
+        in_megatron=False,
     ),
 }
 

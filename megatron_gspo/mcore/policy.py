@@ -24,6 +24,7 @@ from megatron_gspo.config import (
     ParallelConfig,
     RoutingConfig,
 )
+from megatron_gspo.mcore.checkpoint.initial_weights import load_megatron_weights
 from megatron_gspo.mcore.forward_step import unwrap
 from megatron_gspo.mcore.hf_weights import export_layers, export_weights, load_weights
 from megatron_gspo.mcore.layers import transformer_engine_available
@@ -199,7 +200,8 @@ def build_policy(
 ) -> Policy:
     """Build the model of a Hugging Face directory, load its weights and create its optimizer.
 
-    With ``model.init: random`` only ``config.json`` is read, and Megatron initializes the weights.
+    With ``model.init: random`` only ``config.json`` is read, and Megatron initializes the weights;
+    with ``model.megatron_path`` the weights are those of a Megatron checkpoint.
     Without ``optimizer`` (a frozen reference policy) there are no gradient buffers.
     ``total_steps``: optimizer steps of the learning-rate schedule. ``parts``: with a value head it
     is a value model of the same sizes; with adapters, which torch layers alone can have, the
@@ -212,7 +214,9 @@ def build_policy(
     shape = with_value_head(shape) if parts.value_head else shape
     model = replace(model, implementation="torch") if lora is not None else model
     chunks = build_model(shape, parallel, model, groups, options)
-    if is_pretrained:
+    if model.megatron_path is not None and is_pretrained:
+        load_megatron_weights(chunks, model.megatron_path, shape)
+    elif is_pretrained:
         load_weights(chunks, path, family, shape, groups)
     if lora is not None:
         attach_adapters(chunks, lora, family, shape, groups)

@@ -83,7 +83,7 @@ class StoredFormat(Protocol):
 class AsItIs:
     """Without quantisation."""
 
-    ends: ClassVar = ("",)
+    ends: ClassVar[tuple[str, ...]] = ("",)
 
     def read_type(self, files: TensorFiles, name: str) -> str:
         return str(files.stored(name).get_dtype())
@@ -101,7 +101,7 @@ class AsItIs:
 class BlockFP8(AsItIs):
     """Eight bits with a scale for each block of rows and columns (DeepSeek-V3)."""
 
-    ends: ClassVar = ("", "_scale_inv")
+    ends: ClassVar[tuple[str, ...]] = ("", "_scale_inv")
 
     def read_type(self, files: TensorFiles, name: str) -> str:
         stored = super().read_type(files, name)
@@ -148,7 +148,7 @@ class MXFP4(AsItIs):
     """Four bits (gpt-oss); published models store the transpose, so that the rows of the blocks are
     the last dimension."""
 
-    ends: ClassVar = (mxfp4.BLOCKS, mxfp4.SCALES)
+    ends: ClassVar[tuple[str, ...]] = (mxfp4.BLOCKS, mxfp4.SCALES)
 
     def read_type(self, files: TensorFiles, name: str) -> str:
         return _BFLOAT16
@@ -169,7 +169,7 @@ class MXFP4(AsItIs):
 class PackedInt4(AsItIs):
     """Four bits of compressed-tensors (Kimi-K2.5)."""
 
-    ends: ClassVar = (packed_int4.PACKED, packed_int4.SCALE, packed_int4.SHAPE)
+    ends: ClassVar[tuple[str, ...]] = (packed_int4.PACKED, packed_int4.SCALE, packed_int4.SHAPE)
 
     def read_type(self, files: TensorFiles, name: str) -> str:
         return _BFLOAT16
@@ -218,7 +218,7 @@ class PackedInt4(AsItIs):
         return size
 
 
-AS_IT_IS = AsItIs()
+AS_IT_IS: StoredFormat = AsItIs()
 _QUANTIZED: tuple[StoredFormat, ...] = (BlockFP8(), MXFP4(), PackedInt4())
 
 

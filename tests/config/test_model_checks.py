@@ -48,6 +48,26 @@ def test_model_directories(plain: dict, tmp_path: Path) -> None:
     assert "is not a JSON object" in refused(plain, world_size=1)
 
 
+def test_a_megatron_checkpoint_in_place_of_weights(plain: dict, tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoint"
+    pretrained = "model.init=pretrained"
+    key = f"model.megatron_path={folder}"
+    assert refused(plain, pretrained, key, world_size=1) == (
+        f'model.megatron_path = "{folder}": {folder} is not a directory; give the folder of an'
+        " iteration in Megatron's format torch_dist, or the one with"
+        " latest_checkpointed_iteration.txt"
+    )
+    folder.mkdir()
+    (folder / ".metadata").touch()
+    build(plain, pretrained, key).check(1)
+    assert "model.init: random draws the weights" in refused(
+        plain, "model.init=random", key, world_size=1
+    )
+    served = ("rollout.engine=sglang", "sglang.num_servers=1")
+    message = refused(plain, pretrained, key, *served, world_size=1)
+    assert "has no *.safetensors weights" in message
+
+
 def test_the_value_models_directory(plain: dict, tmp_path: Path) -> None:
     critic = tmp_path / "critic"
     path = f"critic.path={critic}"

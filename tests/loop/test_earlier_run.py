@@ -5,6 +5,7 @@ within it.
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +101,21 @@ def test_other_weights_in_the_same_place_are_refused(model, tmp_path):
     with pytest.raises(
         CheckpointError, match="holds other weights than when the run in .*; choose another run_dir"
     ):
+        continued_settings(config)
+
+
+def test_another_megatron_checkpoint_is_refused(begun, tmp_path):
+    folder = tmp_path / "iter_0000003"
+    folder.mkdir()
+    (folder / ".metadata").touch()
+    (folder / "__0_0.distcp").write_bytes(b"weights")
+    config = begun()
+    config = replace(config, model=replace(config.model, megatron_path=str(folder)))
+    with RunDirectory(config.run_dir) as run:
+        run.write_config(config.dump(), {WEIGHTS: weights_digest(config)})
+    assert continued_settings(config) == ""
+    (folder / "__0_0.distcp").write_bytes(b"others!")
+    with pytest.raises(CheckpointError, match=f"model.megatron_path = {folder}: holds other wei"):
         continued_settings(config)
 
 

@@ -61,9 +61,17 @@ def _qwen3_moe(last: int, experts: int) -> tuple[str, ...]:
 
 
 def _latent(
-    last: int, dense: int, experts: int, *, queries: str, ends: str, more: tuple[str, ...] = ()
+    last: int,
+    dense: int,
+    experts: int,
+    *,
+    queries: str,
+    ends: str,
+    routed: str = "",
+    more: tuple[str, ...] = (),
 ) -> tuple[str, ...]:
-    """DeepSeek-V3 and after it: ``ends`` of the linear layers, a weight and perhaps scales."""
+    """DeepSeek-V3 and after it: ``ends`` of the linear layers, a weight and perhaps scales;
+    ``routed``: those of the routed experts, if they are others."""
     mixer = (
         _NORMS,
         f"self_attn.{{{queries},kv_a_proj_with_mqa,kv_b_proj,o_proj}}.{ends}",
@@ -74,14 +82,14 @@ def _latent(
     return (
         *_layers(last, *mixer),
         *_layers(dense - 1, f"mlp.{_MLP}.{ends}"),
-        *_layers(last, *_sigmoid_experts(experts, ends), first=dense),
+        *_layers(last, *_sigmoid_experts(experts, ends, routed or ends), first=dense),
     )
 
 
-def _sigmoid_experts(experts: int, ends: str) -> tuple[str, ...]:
+def _sigmoid_experts(experts: int, ends: str, routed: str) -> tuple[str, ...]:
     return (
         "mlp.gate.{weight,e_score_correction_bias}",
-        f"mlp.experts.{{0..{experts}}}.{_MLP}.{ends}",
+        f"mlp.experts.{{0..{experts}}}.{_MLP}.{routed}",
         f"mlp.shared_experts.{_MLP}.{ends}",
     )
 
@@ -89,6 +97,7 @@ def _sigmoid_experts(experts: int, ends: str) -> tuple[str, ...]:
 _MTP = ("{enorm,hnorm,eh_proj}.weight", "shared_head.norm.weight")
 _MTP_VOCABULARY = ("embed_tokens.weight", "shared_head.head.weight")
 _FP8 = "{weight,weight_scale_inv}"
+_INT4 = "{weight_packed,weight_scale,weight_shape}"
 _Q_LATENT = "q_a_proj,q_b_proj"
 _INV_FREQ = ("self_attn.rotary_emb.inv_freq",)
 
@@ -103,7 +112,7 @@ def _glm4_moe(last: int, dense: int, experts: int, norms: str = "") -> tuple[str
             f"self_attn.{{o_proj{norms}}}.weight",
         ),
         *_layers(dense - 1, f"mlp.{_MLP}.weight"),
-        *_layers(last + 1, *_sigmoid_experts(experts, "weight"), first=dense),
+        *_layers(last + 1, *_sigmoid_experts(experts, "weight", "weight"), first=dense),
         *_layers(last + 1, *_MTP, *_MTP_VOCABULARY, first=last + 1),
     )
 
@@ -141,6 +150,12 @@ _VISION = (
     "model.visual.pos_embed.weight",
     "model.visual.blocks.{0..26}.{norm1,norm2,attn.qkv,attn.proj,mlp.linear_fc1,mlp.linear_fc2}.{weight,bias}",
     "model.visual.merger.{norm,linear_fc1,linear_fc2}.{weight,bias}",
+)
+_MOON_VISION = (
+    "vision_tower.encoder.blocks.{0..26}.{norm0,norm1,wqkv,wo,mlp.fc0,mlp.fc1}.{weight,bias}",
+    "vision_tower.{encoder.final_layernorm,patch_embed.proj}.{weight,bias}",
+    "vision_tower.patch_embed.pos_emb.weight",
+    "mm_projector.{pre_norm,proj.0,proj.2}.{weight,bias}",
 )
 _TEXT = "model.language_model.layers"
 _TEXT_OUTER = (
@@ -193,22 +208,25 @@ NAMES: dict[str, tuple[str, ...]] = {
         "mtp.layers.0.mlp.gate.weight",
         *(f"mtp.layers.0.{name}" for name in _SHARED),
     ),
-    "Qwen3.5-35B-A3B": (
-        *_TEXT_OUTER,
-        *_layers(
-            39,
-            _NORMS,
-            "mlp.gate.weight",
-            "mlp.experts.{gate_up_proj,down_proj}",
-            *_SHARED,
-            prefix=_TEXT,
-        ),
-        *_delta_net(40, _TEXT, _QWEN35_MIXER),
-        *_MTP_MODULE,
-        "mtp.layers.0.mlp.experts.{gate_up_proj,down_proj}",
-        *(f"mtp.layers.0.{name}" for name in ("mlp.gate.weight", *_SHARED)),
-        *_VISION,
-    ),
+    **{
+        f"Qwen3.5-{size}": (
+            *_TEXT_OUTER,
+            *_layers(
+                layers - 1,
+                _NORMS,
+                "mlp.gate.weight",
+                "mlp.experts.{gate_up_proj,down_proj}",
+                *_SHARED,
+                prefix=_TEXT,
+            ),
+            *_delta_net(layers, _TEXT, _QWEN35_MIXER),
+            *_MTP_MODULE,
+            "mtp.layers.0.mlp.experts.{gate_up_proj,down_proj}",
+            *(f"mtp.layers.0.{name}" for name in ("mlp.gate.weight", *_SHARED)),
+            *_VISION,
+        )
+        for size, layers in (("35B-A3B", 40), ("122B-A10B", 48), ("397B-A17B", 60))
+    },
     "Qwen3.5-27B": (
         *_TEXT_OUTER,
         *_layers(63, _NORMS, f"mlp.{_MLP}.weight", prefix=_TEXT),
@@ -217,12 +235,25 @@ NAMES: dict[str, tuple[str, ...]] = {
         f"mtp.layers.0.mlp.{_MLP}.weight",
         *_VISION,
     ),
-    "DeepSeek-V3": (
-        *_OUTER,
-        *_latent(61, 3, 255, queries=_Q_LATENT, ends=_FP8),
-        *_layers(61, *_MTP, *_MTP_VOCABULARY, first=61),
+    **dict.fromkeys(
+        ("DeepSeek-V3", "DeepSeek-V3.1"),
+        (
+            *_OUTER,
+            *_latent(61, 3, 255, queries=_Q_LATENT, ends=_FP8),
+            *_layers(61, *_MTP, *_MTP_VOCABULARY, first=61),
+        ),
     ),
     "Kimi-K2": (*_OUTER, *_latent(60, 1, 383, queries=_Q_LATENT, ends=_FP8, more=_INV_FREQ)),
+    "Kimi-K2.5": (
+        *(
+            f"language_model.{name}"
+            for name in (
+                *_OUTER,
+                *_latent(60, 1, 383, queries=_Q_LATENT, ends="weight", routed=_INT4),
+            )
+        ),
+        *_MOON_VISION,
+    ),
     "Moonlight-16B-A3B": (
         *_OUTER,
         *_latent(26, 1, 63, queries="q_proj", ends="weight", more=_INV_FREQ),
@@ -233,16 +264,19 @@ NAMES: dict[str, tuple[str, ...]] = {
         *_layers(47, *_MTP, *_MTP_VOCABULARY, first=47),
     ),
     "GLM-4.5-Air": _glm4_moe(45, 1, 127),
-    "GLM-4.5": _glm4_moe(91, 3, 159, ",q_norm,k_norm"),
-    "MiniMax-M2": (
-        *_OUTER,
-        *_layers(
-            61,
-            _NORMS,
-            f"self_attn.{{q_proj,k_proj,v_proj,o_proj}}.{_FP8}",
-            "self_attn.{q_norm,k_norm}.weight",
-            "block_sparse_moe.{gate.weight,e_score_correction_bias}",
-            f"block_sparse_moe.experts.{{0..255}}.{{w1,w2,w3}}.{_FP8}",
+    **dict.fromkeys(("GLM-4.5", "GLM-4.6", "GLM-4.7"), _glm4_moe(91, 3, 159, ",q_norm,k_norm")),
+    **dict.fromkeys(
+        ("MiniMax-M2", "MiniMax-M2.5"),
+        (
+            *_OUTER,
+            *_layers(
+                61,
+                _NORMS,
+                f"self_attn.{{q_proj,k_proj,v_proj,o_proj}}.{_FP8}",
+                "self_attn.{q_norm,k_norm}.weight",
+                "block_sparse_moe.{gate.weight,e_score_correction_bias}",
+                f"block_sparse_moe.experts.{{0..255}}.{{w1,w2,w3}}.{_FP8}",
+            ),
         ),
     ),
     **{
@@ -288,6 +322,8 @@ _CODER = _QWEN3_MOE | dict(
     use_qk_norm=True,
 )
 _GLM = example("glm4_moe/GLM-4.5-Air")
+_KIMI_K25 = example("kimi_k25/Kimi-K2.5")
+_GLM_355B = example("glm4_moe/GLM-4.7")
 _GPT_OSS = example("gpt_oss/gpt-oss-20b")
 _QWEN35 = example("qwen3_5_moe/Qwen3.5-35B-A3B")
 _QWEN35_DENSE_TEXT = {
@@ -300,19 +336,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "Qwen3-30B-A3B": _QWEN3_MOE,
     "Qwen3-235B-A22B": example("qwen3_moe/Qwen3-235B-A22B"),
     "Qwen3-Coder-30B-A3B": _CODER,
-    "Qwen3-Coder-480B-A35B": (
-        _CODER
-        | dict(
-            hidden_size=6144,
-            intermediate_size=8192,
-            max_window_layers=62,
-            moe_intermediate_size=2560,
-            num_attention_heads=96,
-            num_experts=160,
-            num_hidden_layers=62,
-            num_key_value_heads=8,
-        )
-    ),
+    "Qwen3-Coder-480B-A35B": example("qwen3_moe/Qwen3-Coder-480B-A35B"),
     "Qwen3-1.7B": example("qwen3/Qwen3-1.7B"),
     "Qwen3-4B": (
         example("qwen3/Qwen3-1.7B")
@@ -359,6 +383,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
     ),
     "Qwen3-Next-80B-A3B": example("qwen3_next/Qwen3-Next-80B-A3B"),
     "Qwen3.5-35B-A3B": _QWEN35,
+    "Qwen3.5-122B-A10B": example("qwen3_5_moe/Qwen3.5-122B-A10B"),
+    "Qwen3.5-397B-A17B": example("qwen3_5_moe/Qwen3.5-397B-A17B"),
     "Qwen3.5-27B": (
         _QWEN35
         | dict(
@@ -377,6 +403,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
         )
     ),
     "DeepSeek-V3": _DEEPSEEK,
+    "DeepSeek-V3.1": _DEEPSEEK
+    | dict(quantization_config=_DEEPSEEK["quantization_config"] | dict(scale_fmt="ue8m0")),
     "Kimi-K2": (
         _DEEPSEEK
         | dict(
@@ -399,6 +427,16 @@ CONFIGS: dict[str, dict[str, Any]] = {
             vocab_size=163840,
         )
     ),
+    "Kimi-K2.5": _KIMI_K25
+    | dict(
+        auto_map={
+            "AutoConfig": "configuration_kimi_k25.KimiK25Config",
+            "AutoModel": "modeling_kimi_k25.KimiK25ForConditionalGeneration",
+            "AutoModelForCausalLM": "modeling_kimi_k25.KimiK25ForConditionalGeneration",
+        },
+        text_config=_KIMI_K25["text_config"]
+        | dict(auto_map=_DEEPSEEK["auto_map"], aux_loss_alpha=0.001, ep_size=1, seq_aux=True),
+    ),
     "Moonlight-16B-A3B": example("deepseek_v3/Moonlight-16B-A3B"),
     "GLM-4.7-Flash": (
         example("glm4_moe_lite/GLM-4.7-Flash")
@@ -410,19 +448,9 @@ CONFIGS: dict[str, dict[str, Any]] = {
         )
     ),
     "GLM-4.5-Air": _GLM,
-    "GLM-4.5": (
-        _GLM
-        | dict(
-            first_k_dense_replace=3,
-            hidden_size=5120,
-            intermediate_size=12288,
-            moe_intermediate_size=1536,
-            n_routed_experts=160,
-            num_hidden_layers=92,
-            routed_scaling_factor=2.5,
-            use_qk_norm=True,
-        )
-    ),
+    "GLM-4.5": _GLM_355B | dict(max_position_embeddings=131072),
+    "GLM-4.6": _GLM_355B,
+    "GLM-4.7": _GLM_355B,
     "MiniMax-M2": (
         example("minimax_m2/MiniMax-M2")
         | dict(
@@ -440,13 +468,13 @@ CONFIGS: dict[str, dict[str, Any]] = {
             sliding_window=None,
         )
     ),
-    "gpt-oss-20b": _GPT_OSS,
-    "gpt-oss-120b": (
-        _GPT_OSS
-        | dict(
-            layer_types=["sliding_attention", "full_attention"] * 18,
-            num_hidden_layers=36,
-            num_local_experts=128,
-        )
+    "MiniMax-M2.5": example("minimax_m2/MiniMax-M2")
+    | dict(
+        auto_map={
+            "AutoConfig": "configuration_minimax_m2.MiniMaxM2Config",
+            "AutoModelForCausalLM": "modeling_minimax_m2.MiniMaxM2ForCausalLM",
+        }
     ),
+    "gpt-oss-20b": _GPT_OSS,
+    "gpt-oss-120b": example("gpt_oss/gpt-oss-120b"),
 }

@@ -53,7 +53,6 @@ def test_a_published_config_is_read_as_transformers_reads_it(model: str) -> None
 @pytest.mark.parametrize(
     ("model", "changes"),
     [
-        ("GLM-4.5", dict(max_position_embeddings=202752)),  # GLM-4.6 and 4.7
         ("MiniMax-M2", dict(max_position_embeddings=204800)),  # M2.1 to M2.7
         (
             "Qwen3-4B",

@@ -35,8 +35,8 @@ CONVERSION = (
     ),
     SeededBug(
         name="scales of 8-bit blocks from the beginning of the tensor for every slice",
-        file="megatron_gspo/models/hf_checkpoint.py",
-        before="firsts = (start if dim == 0 else 0, start if dim == 1 else 0)",
+        file="megatron_gspo/models/stored_formats.py",
+        before="firsts = (region.along(0).start or 0, region.along(1).start or 0)",
         after="firsts = (0, 0)",
         test="tests/tools/convert/test_carried_tensors.py::test_weights_in_8_bits_are_read_as_their_dequantized_values",
     ),
@@ -46,6 +46,27 @@ CONVERSION = (
         before="blocks & 15, blocks >> 4",
         after="blocks >> 4, blocks & 15",
         test="tests/models/test_mxfp4.py::test_values_by_hand",
+    ),
+    SeededBug(
+        name="the eight numbers of a word of INT4 reversed",
+        file="megatron_gspo/models/packed_int4.py",
+        before="torch.arange(0, PER_WORD * _BITS, _BITS, dtype=torch.int32)",
+        after="torch.arange(28, -1, -_BITS, dtype=torch.int32)",
+        test="tests/models/test_packed_int4.py::test_values_by_hand",
+    ),
+    SeededBug(
+        name="INT4 scales of a slice from the beginning of the tensor",
+        file="megatron_gspo/models/stored_formats.py",
+        before="files.stored(name + packed_int4.SCALE)[rows, first:last]",
+        after="files.stored(name + packed_int4.SCALE)[rows, : last - first]",
+        test="tests/models/test_packed_int4.py::test_a_slice_is_that_of_the_whole",
+    ),
+    SeededBug(
+        name="layers of a Megatron checkpoint that stacks them in another order",
+        file="megatron_gspo/mcore/checkpoint/stored_keys.py",
+        before="Box((int(layer), *place.box.offsets)",
+        after="Box((num_layers - 1 - int(layer), *place.box.offsets)",
+        test="tests/mcore/checkpoint/test_initial_weights.py::test_keys_of_numbered_and_of_stacked_layers_are_found",
     ),
     SeededBug(
         name="experts of a stack in the wrong place",
@@ -77,9 +98,9 @@ CONVERSION = (
     ),
     SeededBug(
         name="language model in a part: its layers without their prefix",
-        file="megatron_gspo/models/rule_tables.py",
-        before="rule.prefix.replace('model.', 'model.language_model.', 1)",
-        after="rule.prefix",
+        file="megatron_gspo/models/with_images.py",
+        before="prefix=_renamed(rule.prefix, starts)",
+        after="prefix=rule.prefix",
         test="tests/models/test_checkpoint_checks.py::test_sizes_are_those_that_transformers_writes",
     ),
 )

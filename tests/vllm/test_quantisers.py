@@ -1,4 +1,5 @@
-"""Our formats against vLLM's own quantisers, byte for byte, in its interpreter."""
+"""Our formats against vLLM's own quantisers and compressed-tensors, byte for byte, in its
+interpreter."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from megatron_gspo.models.packed_int4 import dequantized
 from megatron_gspo.models.quantization.formats import FORMATS
 
 SCRIPT = """
@@ -50,3 +52,28 @@ def test_bytes_are_those_of_vllm(vllm_python: str, tmp_path: Path) -> None:
         ours = FORMATS[name].quantize(weights[number])
         assert torch.equal(ours[0].view(torch.uint8), values.view(torch.uint8)), name
         assert torch.equal(ours[1].flatten(), scales.flatten()), name
+
+
+INT4_SCRIPT = """
+import sys
+
+import torch
+from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
+from compressed_tensors.quantization.lifecycle.forward import dequantize
+
+words, scales = torch.load(sys.argv[1])
+integers = unpack_from_int32(words, 4, torch.Size((words.shape[0], 8 * words.shape[1])))
+torch.save(dequantize(integers, scales), sys.argv[2])
+"""
+
+
+def test_int4_is_that_of_compressed_tensors(vllm_python: str, tmp_path: Path) -> None:
+    generator = torch.Generator().manual_seed(0)
+    words = torch.randint(-(2**31), 2**31, (64, 32), generator=generator).int()
+    scales = (torch.rand(64, 8, generator=generator) * 3).bfloat16()
+    torch.save((words, scales), tmp_path / "packed.pt")
+    arguments = [tmp_path / "packed.pt", tmp_path / "weights.pt"]
+    subprocess.run([vllm_python, "-c", INT4_SCRIPT, *arguments], check=True)
+    expected = torch.load(tmp_path / "weights.pt")
+    assert expected.dtype == torch.bfloat16
+    assert torch.equal(dequantized(words, scales), expected)

@@ -33,6 +33,7 @@ from megatron_gspo.mcore.checkpoint.metadata_file import METADATA
 from megatron_gspo.models import family_of, read_config
 from megatron_gspo.models.families import names_of_own_type
 from megatron_gspo.models.hf_checkpoint import CheckpointReader
+from megatron_gspo.models.megatron_folders import TRACKER, iteration_folder
 from megatron_gspo.models.parameter_slices import CheckpointChunk
 from megatron_gspo.models.peft_files import read_adapters
 from megatron_gspo.tools.convert import adapters
@@ -194,13 +195,13 @@ def _compare(
 
 
 def find_checkpoint(path: Path) -> Path:
-    """``path`` if it is a distributed checkpoint, else the newest complete checkpoint of the run
-    directory ``path``.
+    """``path`` if it is a distributed checkpoint, else the newest one in a folder of
+    Megatron-LM's, or the newest complete checkpoint of a run directory.
 
     Raises ``InputError`` if it is neither.
     """
-    if (path / METADATA).is_file():
-        return path
+    if (path / METADATA).is_file() or (path / TRACKER).is_file():
+        return iteration_folder(path)
     newest, faults = newest_checkpoint(path / "checkpoints")
     if newest is None:
         why = f" ({faults[0]})" if faults else ""

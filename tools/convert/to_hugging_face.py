@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 
 from megatron_gspo.errors import writing
+from megatron_gspo.mcore.checkpoint.stored_keys import Place, is_weight, stored_place
+from megatron_gspo.mcore.checkpoint.tensor_boxes import Box
 from megatron_gspo.models.companions import companions, copy_companions
 from megatron_gspo.models.families import family_of, hugging_face_names
 from megatron_gspo.models.hf_checkpoint import INDEX, SINGLE, read_index
@@ -36,8 +38,6 @@ from megatron_gspo.tools.convert.work_units import Unit, Workers, cut, run_units
 _FIRST_FILE = "model-00001-of-00001.safetensors"
 # Cache of parameters: query, key and value are one parameter, but not consecutive tensors.
 _KEPT_BYTES = 64 << 20
-# Other content of a training checkpoint.
-_OTHERS = ("optimizer", "critic.", "rng_state", "rerun_state_machine_state")
 
 
 @dataclass(frozen=True)
@@ -137,17 +137,15 @@ def as_stored(
     Raises ``ModelError`` that names a weight which is missing, extra or of the wrong shape.
     """
     stored = reader.tensors
-    chunks = [
-        chunk if chunk.key in stored else replace(chunk, key=_torch_key(chunk.key))
-        for chunk in chunks
-    ]
+    num_layers = 1 + max(chunk.part.layer for chunk in chunks)
+    chunks = [_placed(chunk, stored, num_layers) for chunk in chunks]
     wanted = {chunk.key: chunk for chunk in chunks}
     if missing := sorted(wanted.keys() - stored.keys()):
         raise ModelError(
             f"{reader.path} lacks {missing[0]} ({len(missing)} missing); it is not of config.json's"
             " model"
         )
-    extra = sorted(key for key in stored.keys() - wanted.keys() if not key.startswith(_OTHERS))
+    extra = sorted(key for key in stored.keys() - wanted.keys() if is_weight(key))
     if extra:
         raise ModelError(
             f"{reader.path} has {extra[0]}, which the model does not use ({len(extra)} extra)"
@@ -163,11 +161,13 @@ def as_stored(
     return chunks
 
 
-def _torch_key(key: str) -> str:
-    """The key of the norm before the experts in Megatron's own torch layers;
-    ``mcore/layers.py`` renames it.
-    """
-    return key.replace(".pre_mlp_layernorm.", ".mlp.linear_fc1.layer_norm_")
+def _placed(
+    chunk: CheckpointChunk, stored: Mapping[str, tuple[int, ...]], num_layers: int
+) -> CheckpointChunk:
+    place = Place(chunk.key, chunk.whole, Box(chunk.offsets, chunk.sizes))
+    place = stored_place(place, stored, num_layers)
+    box = place.box
+    return replace(chunk, key=place.key, whole=place.whole, offsets=box.offsets, sizes=box.sizes)
 
 
 def read_part(reader: DistributedReader, chunks: Sequence[CheckpointChunk]) -> Tensor:

@@ -9,6 +9,7 @@ from pathlib import Path
 from megatron_gspo.config import Config
 from megatron_gspo.errors import show_bytes
 from megatron_gspo.models import ModelShape
+from megatron_gspo.models.megatron_folders import iteration_folder
 from megatron_gspo.tools.doctor.findings import Finding, note, ok, warning
 from megatron_gspo.tools.plan.parameters import total_parameters
 
@@ -22,11 +23,15 @@ def check_weights(config: Config) -> tuple[ModelShape, list[Finding]]:
 
     shape = inputs.check_weights(config)
     count = total_parameters(shape)
-    path = Path(config.model.path)
-    if config.model.init == "random":
+    model = config.model
+    path = Path(model.path)
+    if model.init == "random":
         return shape, [
             ok("model.weights", f"{path}: {count:,} parameters, drawn at random (model.init)")
         ]
+    if model.megatron_path is not None:
+        path = iteration_folder(model.megatron_path)
+        return shape, [ok("model.weights", f"{path}: {count:,} parameters, read at start")]
     size = sum(file.stat().st_size for file in path.glob("*.safetensors"))
     text = f"{path}: {count:,} parameters, {show_bytes(size)}, every tensor there"
     return shape, [ok("model.weights", text)]

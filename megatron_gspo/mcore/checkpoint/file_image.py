@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from megatron_gspo.mcore.checkpoint.metadata_file import StoredPart
-from megatron_gspo.mcore.checkpoint.owned_state import Piece
+from megatron_gspo.mcore.checkpoint.pieces import Piece
 from megatron_gspo.mcore.checkpoint.stored_tensors import ALIGNMENT, frame
 from megatron_gspo.mcore.offload import PAGE, HostBlocks
 

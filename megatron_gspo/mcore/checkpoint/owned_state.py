@@ -15,16 +15,15 @@ from dataclasses import dataclass, replace
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import (
     ShardedObject,
     ShardedTensor,
-    ShardedTensorFactory,
     is_main_replica,
 )
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer, Range
 from torch import Tensor
 
+from megatron_gspo.mcore.checkpoint.pieces import Piece, sharded_tensors
 from megatron_gspo.mcore.checkpoint.tensor_boxes import Box, boxes_of_range
 from megatron_gspo.mcore.forward_step import unwrap
 from megatron_gspo.mcore.optimizer_state import (
@@ -37,36 +36,6 @@ from megatron_gspo.mcore.policy import Policy
 from megatron_gspo.mcore.policy_tensors import torch_optimizers, wrapped_optimizers
 
 _MAX_BYTES = 256 << 20  # of a piece
-
-
-@dataclass(frozen=True)
-class Piece:
-    """``values`` [n] of a ``box`` of the tensor ``key`` of the sizes ``whole``. is_padded: other
-    layouts pad it to another size."""
-
-    key: str
-    whole: tuple[int, ...]
-    box: Box
-    values: Tensor
-    is_padded: bool
-
-    @property
-    def is_state(self) -> bool:
-        """Whether it is neither of the model's weights nor of the main weights."""
-        return "optimizer.state." in self.key and "optimizer.state.param." not in self.key
-
-    @property
-    def memory(self) -> tuple[object, ...]:
-        """The same for pieces with the same values: main weights in float32 are a view of the
-        model's.
-        """
-        values = self.values
-        return (
-            values.untyped_storage()._cdata,
-            values.storage_offset(),
-            values.dtype,
-            self.box.sizes,
-        )
 
 
 def bytes_of(pieces: Iterable[Piece]) -> int:
@@ -176,14 +145,9 @@ def _sharded_tensors(policy: Policy) -> Iterator[tuple[Tensor, ShardedTensor]]:
     """Each parameter (or buffer) with Megatron's description of it: two of a gated ``linear_fc1``.
     With adapters only theirs: the rest is the base, which stays as it is."""
     for chunk in policy.chunks:
-        for value in unwrap(chunk).sharded_state_dict().values():
-            if policy.trained_lora is not None and not getattr(value.data, "requires_grad", False):
-                continue
-            if isinstance(value, ShardedTensorFactory):
-                for sharded in nested_values(value.build()):
-                    yield value.data, sharded
-            elif isinstance(value, ShardedTensor):
-                yield value.data, value
+        for value, sharded in sharded_tensors(unwrap(chunk)):
+            if policy.trained_lora is None or getattr(value, "requires_grad", False):
+                yield value, sharded
 
 
 def _pieces(

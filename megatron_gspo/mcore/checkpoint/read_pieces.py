@@ -6,7 +6,7 @@ import io
 import json
 import math
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,7 +21,7 @@ from megatron_gspo.mcore.checkpoint.metadata_file import (
     read_metadata,
     stored_parts,
 )
-from megatron_gspo.mcore.checkpoint.owned_state import Piece
+from megatron_gspo.mcore.checkpoint.pieces import Piece
 from megatron_gspo.mcore.checkpoint.stored_tensors import StoredTensor, read_header
 from megatron_gspo.mcore.checkpoint.tensor_boxes import Box
 
@@ -44,14 +44,18 @@ class _Read:
     target: Tensor
 
 
-def read_pieces(path: Path, pieces: Iterable[Piece]) -> None:
+def read_pieces(
+    path: Path, pieces: Iterable[Piece], *, stored: Mapping[str, list[StoredPart]] | None = None
+) -> None:
     """Fill the pieces' values from the checkpoint ``path``. What the checkpoint pads less is 0.
+    stored: the parts of each tensor by its key, if they have been read.
 
     Raises ``MismatchError`` where a tensor is missing or of other sizes, ``ValueError`` where a
     part of one is missing or stored in another way, and what `read_header` and the file system
     raise. Memory: 16 MiB, or the largest row of a stored tensor.
     """
-    stored = stored_parts(read_metadata(path / METADATA))
+    if stored is None:
+        stored = stored_parts(read_metadata(path / METADATA))
     chosen: dict[tuple[object, ...], Piece] = {}
     for piece in pieces:  # where main weights and the model's are one, the main weights
         if piece.memory not in chosen or _parts(piece, stored):
@@ -98,7 +102,7 @@ def read_steps(path: Path) -> dict[str, float]:
     return {"optimizer": int(common["optimizer_step"]), "schedule": int(common["schedule_step"])}
 
 
-def _plan(piece: Piece, stored: dict[str, list[StoredPart]]) -> Iterator[_Read]:
+def _plan(piece: Piece, stored: Mapping[str, list[StoredPart]]) -> Iterator[_Read]:
     parts = _parts(piece, stored)
     if not parts or not parts[0].whole:
         raise MismatchError(f"it has no {piece.key}")
@@ -122,7 +126,7 @@ def _plan(piece: Piece, stored: dict[str, list[StoredPart]]) -> Iterator[_Read]:
         raise ValueError(f"{missing} elements of {piece.key} are missing")
 
 
-def _parts(piece: Piece, stored: dict[str, list[StoredPart]]) -> list[StoredPart]:
+def _parts(piece: Piece, stored: Mapping[str, list[StoredPart]]) -> list[StoredPart]:
     return stored.get(piece.key) or stored.get(piece.key.replace(_MAIN, _MAIN_OF_REPLICAS, 1)) or []
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from megatron_gspo.mcore.checkpoint import file_image
 from megatron_gspo.mcore.checkpoint.file_image import FileImage
 from megatron_gspo.mcore.checkpoint.metadata_file import StoredPart
-from megatron_gspo.mcore.checkpoint.owned_state import Piece
+from megatron_gspo.mcore.checkpoint.pieces import Piece
 from megatron_gspo.mcore.checkpoint.tensor_boxes import Box
 from megatron_gspo.mcore.offload import PAGE
 

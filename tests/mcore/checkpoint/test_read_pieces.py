@@ -13,7 +13,7 @@ from megatron_gspo.mcore.checkpoint import read_pieces as module
 from megatron_gspo.mcore.checkpoint.checkpoint_files import STATE
 from megatron_gspo.mcore.checkpoint.file_image import FileImage
 from megatron_gspo.mcore.checkpoint.metadata_file import write_metadata_file
-from megatron_gspo.mcore.checkpoint.owned_state import Piece
+from megatron_gspo.mcore.checkpoint.pieces import Piece
 from megatron_gspo.mcore.checkpoint.read_pieces import MismatchError, read_pieces, read_steps
 from megatron_gspo.mcore.checkpoint.tensor_boxes import Box, boxes_of_range
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron_gspo.config import load_config
+from megatron_gspo.models import family_of, read_config
 from megatron_gspo.tools.rehearse.__main__ import main
 from tests.launch.test_configs import CONFIGS, EXAMPLES, processes
 
@@ -20,7 +21,19 @@ pytestmark = pytest.mark.slow
 SHIPPED = {folder.name: folder for folder in EXAMPLES.glob("*/models/*")}
 READY = [file for file in CONFIGS if Path(load_config(file).model.path or "").name in SHIPPED]
 # Others have no stages.
-FEWEST = {"235b": 14, "qwen3_next": 8, "minimax_m2": 14, "glm45": 10, "deepseek_v3": 43}
+FEWEST = {
+    "235b": 14,
+    "480b": 14,
+    "qwen3_next": 8,
+    "qwen35_122b": 8,
+    "qwen35_397b": 10,
+    "minimax_m2": 14,
+    "glm45": 10,
+    "glm47_355b": 8,
+    "gpt_oss_120b": 8,
+    "deepseek_v3": 43,
+    "kimi_k25": 25,
+}
 LENGTHS = {"data.max_prompt_length": 512, "rollout.max_response_length": 1536}
 
 
@@ -29,7 +42,7 @@ def fewest_layers(file: Path) -> int:
     beside the embedding are dense, so that the first stage has experts too. Without stages two."""
     config = load_config(file)
     parallel = config.parallel
-    model = json.loads((SHIPPED[Path(config.model.path).name] / "config.json").read_text())
+    model = read_config(SHIPPED[Path(config.model.path).name])
     dense = (
         model.get("first_k_dense_replace", 0)
         if parallel.account_for_embedding_in_pipeline_split
@@ -38,18 +51,19 @@ def fewest_layers(file: Path) -> int:
     return (2 + dense) * parallel.pipeline_model_parallel_size - parallel.extra_pipeline_layers
 
 
-def structure(file: Path) -> tuple[str, bool]:
-    """What decides which code of the model a rehearsal runs: its family, and whether adapters are
-    trained.
+def structure(file: Path) -> tuple[object, ...]:
+    """What decides which code of the model a rehearsal runs: the kinds of its layers, and whether
+    adapters are trained.
     """
     config = load_config(file)
-    model = json.loads((SHIPPED[Path(config.model.path).name] / "config.json").read_text())
-    return model["model_type"], bool(config.lora.rank)
+    family, shape = family_of(read_config(SHIPPED[Path(config.model.path).name]))
+    experts = (shape.is_moe, shape.router.score, bool(shape.shared_expert_size))
+    return frozenset(shape.mixers), *experts, family.stacks_experts, bool(config.lora.rank)
 
 
 def shortest_of_each_structure() -> list[Path]:
     """The config with the fewest layers."""
-    chosen: dict[tuple[str, bool], Path] = {}
+    chosen: dict[tuple[object, ...], Path] = {}
     for file in sorted(READY, key=fewest_layers):
         chosen.setdefault(structure(file), file)
     return list(chosen.values())
