@@ -22,6 +22,8 @@ from megatron_gspo.tracking.run_environment import program
 _RESULTS = (
     ("metrics.jsonl", "metrics"),
     ("curves.png", "curves"),
+    ("timeline.svg", "time line"),
+    ("profile", "recorded steps"),
     ("samples", "responses"),
     ("checkpoints", "checkpoints"),
     ("adapters", "PEFT adapters"),

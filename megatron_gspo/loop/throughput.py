@@ -172,8 +172,8 @@ def _generation(
     step = times["time/step"]
     seconds = times.get("time/generate", 0.0)
     rates = {}
-    busy = metrics.get("rollout/busy_seconds", seconds)
-    if "rollout/busy_seconds" in metrics:
+    busy = metrics.get("time/servers_busy", seconds)
+    if "time/servers_busy" in metrics:
         rates["perf/trainer_idle"] = seconds / step
         rates["perf/servers_idle"] = max(1 - busy / step, 0.0)
     if busy and work.generated:

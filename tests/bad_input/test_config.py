@@ -55,7 +55,7 @@ CASES = (
         "half of the loop without batches",
         "needs a directory of rollout batches",
         ("training.only=train",),
-        shows=("training.only = train", "set training.batches"),
+        shows=('training.only = "train"', "set training.batches"),
     ),
     Case(
         "a profile of a step after the end",

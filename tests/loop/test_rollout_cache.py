@@ -134,7 +134,9 @@ def batches_of_steps(rank: int, world: int, folder: str) -> list[Any]:
     as_expected = [same(cache().read(file), drawn())]
     again = whole.of_step(0, None, lambda: replaced(drawn()))
     as_expected.append(again.cursor == DataCursor(9, ()))  # a whole run draws
-    trains = cache("other.Engine", training=training | {"only": "train"}, rollout={"top_k": 3})
+    trains = cache(
+        "other.Engine", training=training | {"only": "train"}, rollout={"temperature": 0.5}
+    )
     train_again = trains.of_step(0, None, lambda: pytest.fail("it is written"))
     as_expected.append(train_again.cursor == DataCursor(9, ()))
     rolls = cache(training=training | {"only": "rollout"})

@@ -114,7 +114,7 @@ def test_speeds_by_hand() -> None:
 def test_servers_generate_while_the_trainer_trains() -> None:
     work = StepWork(300, 200, 0.0, 0.0, 0.0)
     times = {"time/step": 10.0, "time/generate": 1.0}
-    busy = {"rollout/busy_seconds": 8.0}
+    busy = {"time/servers_busy": 8.0}
     rates = throughput(work, times, busy, peak=None, generation_gpus=None)
     assert rates["perf/generated_tokens_per_second"] == 25.0
     assert rates["perf/trainer_idle"] == 0.1

@@ -37,7 +37,7 @@ METRICS = {
     "rollout/continued": 0.0,
     "rollout/discarded_tokens": 0.0,
     "rollout/cached_share": 0.25,
-    "rollout/busy_seconds": 1.5,
+    "time/servers_busy": 1.5,
     "rollout/servers": 1.0,
 }
 

@@ -377,6 +377,6 @@ def server_metrics(
     cached = counted.pop("cached_tokens")
     return {f"rollout/{name}": value for name, value in counted.items()} | {
         "rollout/cached_share": cached / sent if sent else 0.0,
-        "rollout/busy_seconds": sum(busy_seconds) / len(busy_seconds),
+        "time/servers_busy": sum(busy_seconds) / len(busy_seconds),
         "rollout/servers": float(serving),
     }
