@@ -99,7 +99,8 @@ def _check_source(data: DataConfig) -> None:
         _check_judge(data)
     if data.resolved_verifier == "reward_model" and data.verifier_timeout is not None:
         problem = "has no meaning for reward_model, which runs in the training process"
-        raise ConfigError("data.verifier_timeout", data.verifier_timeout, problem, "set null")
+        fix = "set data.verifier_timeout: null"
+        raise ConfigError("data.verifier_timeout", data.verifier_timeout, problem, fix)
     check_prompt_format(data)
 
 

@@ -11,7 +11,7 @@ from megatron_gspo.config.code_section import CodeConfig
 from megatron_gspo.config.paths import UserPath
 
 JUDGES = ("judge", "judge_ranking")
-JUDGE_GRACE = 1.0  # seconds between the end of a judge's requests and `verifier_timeout`
+JUDGE_GRACE = 5.0  # seconds between the end of a judge's requests and `verifier_timeout`
 JUDGE_REQUEST_SECONDS = 60.0  # default of `verifier_options.request_timeout`
 
 

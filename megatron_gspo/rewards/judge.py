@@ -43,6 +43,7 @@ class Judge:
         self, servers: JudgeServers, instructions: str, template: str, verdict: type[BaseModel]
     ) -> None:
         """verdict: has a number or a truth value `score`, as a field or a property."""
+        self.description = servers.description
         self._servers = servers
         self._instructions = instructions
         self._template = template
@@ -77,6 +78,7 @@ class RankingJudge:
     takes_batch = True
 
     def __init__(self, servers: JudgeServers, instructions: str, template: str) -> None:
+        self.description = servers.description
         self._servers = servers
         self._instructions = instructions
         self._template = template

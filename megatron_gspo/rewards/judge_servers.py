@@ -24,6 +24,7 @@ from megatron_gspo.config.data_sections import JUDGE_REQUEST_SECONDS
 from megatron_gspo.config.key_files import read_key
 from megatron_gspo.config.server_urls import check_url
 from megatron_gspo.errors import first_line
+from megatron_gspo.paths import expand_path
 from megatron_gspo.servers.http_client import JsonObject, ServerClient, ServerError, open_session
 
 Answer = TypeVar("Answer", bound=BaseModel)
@@ -81,6 +82,9 @@ class JudgeServers:
     """A model that several servers serve.
 
     An answer is kept by the content of its request, and the same request is asked once.
+
+    Attributes:
+        description: the model and its servers, in one line.
     """
 
     def __init__(
@@ -123,14 +127,15 @@ class JudgeServers:
                 f"concurrency is {concurrency} and attempts {attempts}; both must be at least 1"
             )
         self._servers = [_Server(url) for url in servers]
-        self._api_key = read_key(api_key_file) if api_key_file else None
+        self.description = f"the judge {model} answers at {', '.join(servers)}"
+        self._api_key = read_key(expand_path(api_key_file)) if api_key_file else None
         self._fields = {"model": model, "temperature": 0.0, **(request or {})}
         self._concurrency = concurrency
         self._request_timeout = request_timeout
         self._attempts = attempts
         self._time_limit = time_limit
         self._backoff = backoff
-        self._answers = _AnswerCache(cache)
+        self._answers = _AnswerCache(":memory:" if cache is None else expand_path(cache))
 
     async def ask(self, requests: Sequence[JudgeRequest[Answer]]) -> list[Answer | JudgeError]:
         """An answer to each request, or the reason why it has none."""
@@ -234,11 +239,11 @@ class JudgeServers:
 class _AnswerCache:
     """Answers by the content of their requests, in a database that may be in memory."""
 
-    def __init__(self, path: str | None) -> None:
+    def __init__(self, path: str) -> None:
         try:
             # Calls may come from several threads, one after another.
             self._database = sqlite3.connect(
-                path or ":memory:", timeout=60.0, isolation_level=None, check_same_thread=False
+                path, timeout=60.0, isolation_level=None, check_same_thread=False
             )
             # What is lost with the machine is asked again.
             self._database.execute("PRAGMA synchronous = OFF")

@@ -12,6 +12,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from megatron_gspo.data.sample import Prompt
 from megatron_gspo.errors import first_line
+from megatron_gspo.paths import expand_path
 
 
 class RewardModelError(Exception):
@@ -51,6 +52,7 @@ class RewardModel:
         Raises:
             RewardModelError: it can't be used as a reward model.
         """
+        path = expand_path(path)
         if not Path(path).is_dir():
             raise RewardModelError(f"path is {path!r}: no such folder; name one with the model")
         try:

@@ -205,13 +205,13 @@ def _verdict_model(name: str) -> type[BaseModel]:
     from pydantic import BaseModel
 
     model = load_function(name, "verifier_options.verdict", VerifierError)
-    is_model = isinstance(model, type) and issubclass(model, BaseModel)
-    if not is_model or not ("score" in model.model_fields or hasattr(model, "score")):
-        raise VerifierError(
-            f"verifier_options.verdict {name!r}: it must be a class of pydantic.BaseModel with a"
-            " field or property score"
-        )
-    return model
+    if isinstance(model, type) and issubclass(model, BaseModel):
+        if "score" in model.model_fields or hasattr(model, "score"):
+            return model
+    raise VerifierError(
+        f"verifier_options.verdict {name!r}: it must be a class of pydantic.BaseModel with a field"
+        " or property score"
+    )
 
 
 def _check_style(style: str) -> None:

@@ -54,7 +54,7 @@ NO_TASK = ["data.task=null", "data.verifier=null"]
             'data.code.sandbox_url = "host/run":',
             "http://host:port",
         ),
-        (["data.verifier=judge"], "data.verifier_timeout = 10.0:", "set at least 61,"),
+        (["data.verifier=judge"], "data.verifier_timeout = 10.0:", "set at least 65,"),
         (
             [
                 "data.verifier=judge_ranking",
@@ -62,14 +62,14 @@ NO_TASK = ["data.task=null", "data.verifier=null"]
                 "data.verifier_options={request_timeout: 20}",
             ],
             "data.verifier_timeout = null:",
-            "set at least 21,",
+            "set at least 25,",
         ),
         (
             ["data.verifier=judge", "data.verifier_options={request_timeout: 20s}"],
             'data.verifier_options.request_timeout = "20s":',
             "set one above 0",
         ),
-        (["data.verifier=reward_model"], "data.verifier_timeout = 10.0:", "set null"),
+        (["data.verifier=reward_model"], "data.verifier_timeout = 10.0:", "timeout: null"),
         (["data.prompt_template='Q:'"], "data.prompt_template =", "{question}"),
         (["data.system_prompt=Hi"], "data.system_prompt =", "data.chat_template: true"),
         (

@@ -77,6 +77,7 @@ def test_each_response_gets_the_score_of_its_own_verdict(timeout, tmp_path):
         }
         with RewardScorer("judge", options, timeout=timeout) as scorer:
             assert scorer.needs_whole_batch
+            assert scorer.description == f"the judge big answers at {server.url}"
             scores = scorer.score_texts(asked("a", "abc", "ab"))
             assert scorer.score_texts([]).rewards.size == 0
     np.testing.assert_allclose(scores.rewards, [0.1, 0.3, 0.2], rtol=1e-6)
@@ -225,7 +226,7 @@ def test_a_judge_that_is_down_leaves_responses_out_within_the_limit(timeout):
 def test_requests_in_flight_are_limited_and_shared_among_servers():
     with JudgeServer(length_of_response) as first, JudgeServer(length_of_response) as second:
         texts = ["a" * n for n in range(1, 10)]
-        scores_of([first.url, second.url], *texts, concurrency=4)
+        scores_of([first.url, f"{second.url}/v1/"], *texts, concurrency=4)
     assert len(first.bodies) + len(second.bodies) == 9
     assert min(len(first.bodies), len(second.bodies)) >= 2
     assert first.most_in_flight + second.most_in_flight <= 4
