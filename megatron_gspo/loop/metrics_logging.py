@@ -174,7 +174,9 @@ class MetricsLogger:
                 values = self._directory.log(step, metrics)
             self._trackers.log(step, values)
             self._progress.update(step, values)
-            if values.get("groups/zero_variance") == 1.0:
+            # A teacher's advantages differ within a group.
+            equal = values.get("groups/zero_variance") == 1.0
+            if equal and not self._config.distillation.is_on:
                 self.warn_once(
                     "equal",
                     f"step {step}: the rewards of every group are all equal, so no advantage"

@@ -141,6 +141,15 @@ def test_each_warning_is_printed_once(
     assert "step 2: the" not in text and "step 2: every" not in text and "0 prompts" not in text
 
 
+def test_equal_rewards_are_no_warning_beside_a_teacher(
+    rank: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sections = {"distillation": {"teacher": "teacher"}, "algorithm": {"name": "gspo_token"}}
+    with logger(tmp_path / "run", **sections) as made:
+        made.log(1, {"groups/zero_variance": 1.0})
+    assert "all equal" not in "".join(capsys.readouterr())
+
+
 def test_steps_that_train_the_value_model_alone_are_no_warning(
     rank: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
