@@ -32,6 +32,7 @@ from megatron_gspo.parallel.collectives import (
     scatter_summed_rows,
     sum_in_place,
 )
+from megatron_gspo.parallel.main_gradients import main_gradient, placeholder
 from megatron_gspo.parallel.scored_rows import ScoredRows
 from megatron_gspo.parallel.vocabulary_tiles import (
     TILE,
@@ -100,7 +101,8 @@ def log_probs_from_hidden(
         ranks of tp_group. bfloat16 inputs are multiplied into float32. Both are differentiable, and
         the gradients are complete: hidden's is summed over tp_group (and scattered under
         sequence_parallel). All ranks of tp_group must use the results in the same way, because each
-        computes its part from its own incoming gradients.
+        computes its part from its own incoming gradients. The gradient of a weight in Megatron's
+        DistributedDataParallel is added to its ``main_grad`` (`main_gradients.py`).
 
     Raises:
         ValueError: shapes that do not match, a temperature that is not positive, a vocab_size
@@ -328,6 +330,9 @@ class _LogProbs(torch.autograd.Function):
         tiling = _tiling(hidden, weight, labels.shape[0], options, differentiable=True)
         factors = _row_factors(grad_log_probs, grad_entropy, entropy, saved, tiling.scale)
         all_hidden = _all_hidden(hidden, weight, scored, tiling, options)
+        total = main_gradient(weight) if ctx.needs_input_grad[1] else None
+        if total is not None and total.dtype != tiling.dtype:
+            total = None
         grad_hidden, grad_weight = local_gradients(
             all_hidden,
             weight,
@@ -336,7 +341,10 @@ class _LogProbs(torch.autograd.Function):
             factors,
             tiling,
             (ctx.needs_input_grad[0], ctx.needs_input_grad[1]),
+            total,
         )
+        if total is not None:
+            grad_weight = placeholder(weight)
         if grad_hidden is not None:
             grad_hidden = _joined_gradient(grad_hidden, scored, options).to(hidden.dtype)
             if scored is not None:
