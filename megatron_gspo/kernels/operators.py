@@ -128,3 +128,33 @@ def sum_rows(x: Tensor, slot: Tensor) -> Tensor:
 @sum_rows.register_fake
 def _(x: Tensor, slot: Tensor) -> Tensor:
     return x.new_empty(slot.shape[0], x.shape[1])
+
+
+@torch.library.custom_op("megatron_gspo::add_expert_gradients", mutates_args={"totals"})
+def add_expert_gradients(totals: Tensor, gradients: Tensor, ends: Tensor, reverse: bool) -> None:
+    """Add ``gradients`` [experts, ...] to ``totals``: see ``expert_gradients.py``."""
+    from megatron_gspo.kernels import expert_gradients
+
+    expert_gradients.add_expert_gradients(totals, gradients, ends, reverse)
+
+
+@add_expert_gradients.register_fake
+def _(totals: Tensor, gradients: Tensor, ends: Tensor, reverse: bool) -> None:
+    pass
+
+
+@torch.library.custom_op("megatron_gspo::add_embedding_gradient", mutates_args={"total"})
+def add_embedding_gradient(
+    total: Tensor, rows: Tensor, sorted_ids: Tensor, order: Tensor, ends: Tensor
+) -> None:
+    """Add ``rows`` [t, h] to the rows of ``total`` [v, h] that ids name: see
+    ``embedding_gradient.py``.
+    """
+    from megatron_gspo.kernels import embedding_gradient
+
+    embedding_gradient.add_embedding_gradient(total, rows, sorted_ids, order, ends)
+
+
+@add_embedding_gradient.register_fake
+def _(total: Tensor, rows: Tensor, sorted_ids: Tensor, order: Tensor, ends: Tensor) -> None:
+    pass

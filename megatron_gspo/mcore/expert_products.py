@@ -12,6 +12,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from megatron_gspo.kernels import row_kernels_apply
+from megatron_gspo.kernels.operators import add_expert_gradients
+from megatron_gspo.mcore.equidistant import Equidistant
+
 STRIDE = 8  # the grouped kernel takes bfloat16 in strides of 16 bytes
 
 
@@ -29,6 +33,9 @@ class ExpertProducts(Protocol):
         """``grad.t() @ rows`` of each expert's rows: ``grad`` [n, b], ``rows`` [n, a], results
         [b, a].
         """
+
+    def add_weight_gradients(self, totals: Sequence[Tensor], grad: Tensor, rows: Tensor) -> None:
+        """Add ``weight_gradients`` to ``totals``, of each expert [b, a]."""
 
     def repeated(self, vectors: Sequence[Tensor], count: int) -> Tensor:
         """Each expert's vector [a] for each of its rows, [count, a]."""
@@ -56,6 +63,16 @@ class LoopedProducts:
     def weight_gradients(self, grad: Tensor, rows: Tensor) -> Sequence[Tensor]:
         experts = zip(grad.split(self.counts), rows.split(self.counts), strict=True)
         return [expert_grad.t() @ expert_rows for expert_grad, expert_rows in experts]
+
+    def add_weight_gradients(self, totals: Sequence[Tensor], grad: Tensor, rows: Tensor) -> None:
+        experts = zip(totals, grad.split(self.counts), rows.split(self.counts), strict=True)
+        for total, expert_grad, expert_rows in experts:
+            if not len(expert_rows):
+                continue
+            if total.dtype == rows.dtype:
+                total.addmm_(expert_grad.t(), expert_rows)
+            else:
+                total += expert_grad.t() @ expert_rows
 
     def repeated(self, vectors: Sequence[Tensor], count: int) -> Tensor:
         rows = zip(vectors, self.counts, strict=True)
@@ -123,9 +140,21 @@ class GroupedProducts:
 
     def weight_gradients(self, grad: Tensor, rows: Tensor) -> Sequence[Tensor]:
         result = torch.nn.functional.grouped_mm(grad.t(), rows, offs=self.offsets)
-        if self.empty is not None:
-            result.masked_fill_(self.empty[:, None, None], 0.0)
+        self._fill_gaps(result)
         return result.unbind(0)
+
+    def add_weight_gradients(self, totals: Sequence[Tensor], grad: Tensor, rows: Tensor) -> None:
+        result = torch.nn.functional.grouped_mm(grad.t(), rows, offs=self.offsets)
+        buffer = Equidistant.of(totals) if row_kernels_apply(result) else None
+        if buffer is not None:
+            add_expert_gradients(buffer.tensor, result, self.offsets, buffer.reverse)
+        else:
+            self._fill_gaps(result)
+            torch._foreach_add_(list(totals), list(result.unbind(0)))
+
+    def _fill_gaps(self, gradients: Tensor) -> None:
+        if self.empty is not None:
+            gradients.masked_fill_(self.empty[:, None, None], 0.0)
 
     def repeated(self, vectors: Sequence[Tensor], count: int) -> Tensor:
         positions = torch.arange(count, dtype=torch.int32, device=self.offsets.device)

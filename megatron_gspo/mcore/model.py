@@ -8,6 +8,7 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_gspo.config import ModelConfig, ParallelConfig
+from megatron_gspo.mcore.embedding import use_row_gradients
 from megatron_gspo.mcore.expert_bias import set_up_expert_bias
 from megatron_gspo.mcore.layers import (
     block_spec,
@@ -196,6 +197,7 @@ def build_model(
             )
         if shape.value_head and chunk.post_process:
             chunk.output_layer = ValueHead(config)
+        use_row_gradients(chunk)
         use_own_dispatchers(chunk)
         use_exact_routers(chunk)
         if not engine:

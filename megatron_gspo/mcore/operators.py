@@ -25,6 +25,7 @@ from megatron_gspo.mcore.expert_products import (
 from megatron_gspo.mcore.gated_units import SWIGLU, GatedUnit, scaled
 from megatron_gspo.mcore.token_copies import TokenCopies
 from megatron_gspo.parallel.autograd_context import AutogradContext
+from megatron_gspo.parallel.main_gradients import main_gradients, placeholder
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -349,7 +350,7 @@ class _GatedExperts(torch.autograd.Function):
         product, grad_hidden, grad_probs = ctx.unit.scaled_backward(grad_product, hidden, probs)
         del grad_product
         down = _weight_gradients(
-            products, grad, grad_low, product, weights.down_adapter, wanted.down
+            products, grad, grad_low, product, weights.down, weights.down_adapter, wanted.down
         )
         del product
         down_bias: Sequence[Tensor] = ()
@@ -362,7 +363,9 @@ class _GatedExperts(torch.autograd.Function):
             grad_x = ctx.copies.sum(grad_x)
             if any(wanted.up) or weights.up_adapter is not None:
                 x = ctx.copies.copy(x)
-        up = _weight_gradients(products, grad_hidden, grad_low, x, weights.up_adapter, wanted.up)
+        up = _weight_gradients(
+            products, grad_hidden, grad_low, x, weights.up, weights.up_adapter, wanted.up
+        )
         up_bias = products.sums(grad_hidden) if weights.up_bias else ()
         gradients: ExpertWeights[Tensor | None] = ExpertWeights(
             up=up.weight,
@@ -416,18 +419,33 @@ def _weight_gradients(
     grad: Tensor,
     grad_low: Tensor | None,
     x: Tensor,
+    weight: Sequence[Tensor],
     adapter: LowRank[Tensor] | None,
     wanted: Sequence[bool],
 ) -> _LinearGradients:
     """The gradients of what ``_linear`` multiplies ``x`` with. grad_low: of ``_row_gradient``;
     wanted: whether the weights are trained."""
-    weight: Sequence[Tensor | None] = [None] * len(wanted)
+    of_weight: Sequence[Tensor | None] = [None] * len(wanted)
     if any(wanted):
-        weight = products.weight_gradients(grad, x)
+        of_weight = _returned_gradients(products, grad, x, weight)
     if adapter is None or grad_low is None:
-        return _LinearGradients(weight, None)
+        return _LinearGradients(of_weight, None)
     low = products.rows_by_weights(x, adapter.a, transpose=True)
-    low_rank_gradients: LowRank[Tensor | None] = LowRank(
-        a=products.weight_gradients(grad_low, x), b=products.weight_gradients(grad, low)
+    of_adapter = LowRank(
+        a=_returned_gradients(products, grad_low, x, adapter.a),
+        b=_returned_gradients(products, grad, low, adapter.b),
     )
-    return _LinearGradients(weight, low_rank_gradients)
+    return _LinearGradients(of_weight, of_adapter)
+
+
+def _returned_gradients(
+    products: ExpertProducts, grad: Tensor, x: Tensor, weights: Sequence[Tensor]
+) -> Sequence[Tensor | None]:
+    """What autograd gets for ``weights``: their gradients, unless these are added to Megatron's
+    buffers.
+    """
+    totals = main_gradients(weights)
+    if totals is None:
+        return products.weight_gradients(grad, x)
+    products.add_weight_gradients(totals, grad, x)
+    return [placeholder(weight) for weight in weights]

@@ -33,6 +33,7 @@ from megatron_gspo.parallel.collectives import (
     scatter_summed_rows,
     sum_in_place,
 )
+from megatron_gspo.parallel.main_gradients import main_gradient, placeholder
 from megatron_gspo.parallel.scored_rows import ScoredRows
 from megatron_gspo.parallel.vocabulary_tiles import (
     TILE,
@@ -103,7 +104,8 @@ def log_probs_from_hidden(
         equal on all ranks of tp_group. bfloat16 inputs are multiplied into float32. Both are differentiable, and
         the gradients are complete: hidden's is summed over tp_group (and scattered under
         sequence_parallel). All ranks of tp_group must use the results in the same way, because each
-        computes its part from its own incoming gradients.
+        computes its part from its own incoming gradients. The gradient of a weight in Megatron's
+        DistributedDataParallel is added to its ``main_grad`` (`main_gradients.py`).
 
     Raises:
         ValueError: shapes that do not match, a temperature that is not positive, a vocab_size
@@ -370,6 +372,9 @@ class _LogProbs(torch.autograd.Function):
             grad_log_probs = labels.new_zeros(labels.shape, dtype=tiling.dtype)
         factors = _row_factors(_columns(grad_log_probs), grad_entropy, entropy, saved, tiling.scale)
         all_hidden = _all_hidden(hidden, weight, scored, tiling, options)
+        total = main_gradient(weight) if ctx.needs_input_grad[1] else None
+        if total is not None and total.dtype != tiling.dtype:
+            total = None
         grad_hidden, grad_weight = local_gradients(
             all_hidden,
             weight,
@@ -378,7 +383,10 @@ class _LogProbs(torch.autograd.Function):
             factors,
             tiling,
             (ctx.needs_input_grad[0], ctx.needs_input_grad[1]),
+            total,
         )
+        if total is not None:
+            grad_weight = placeholder(weight)
         if grad_hidden is not None:
             grad_hidden = _joined_gradient(grad_hidden, scored, options).to(hidden.dtype)
             if scored is not None:

@@ -168,17 +168,20 @@ def local_gradients(
     factors: RowFactors,
     tiling: Tiling,
     needed: tuple[bool, bool],
+    total: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor | None]:
     """This rank's part of hidden's gradient, [T, h] in tiling.dtype, and the weight's, in its own
     dtype.
 
     Both are summed in tiling.dtype; one that is not needed is None. hidden: [T, h] from
-    ``operand``; labels: [T, K]; kept: the logits of the forward, or None.
+    ``operand``; labels: [T, K]; kept: the logits of the forward, or None. total: what the weight's
+    gradient is added to, in tiling.dtype; it is returned.
     """
     tokens = hidden.shape[0]
     grad_hidden = hidden.new_zeros(hidden.shape, dtype=tiling.dtype) if needed[0] else None
-    grad_weight = weight.new_empty(weight.shape) if needed[1] else None
-    if grad_weight is not None:
+    grad_weight = total
+    if total is None and needed[1]:
+        grad_weight = weight.new_empty(weight.shape)
         grad_weight[tiling.rows if tokens else 0 :].zero_()
     scratch = _Scratch.of(hidden, tiling, 1 if factors.slope is None else 2)
     positions = _label_positions(labels, tiling)
@@ -216,7 +219,8 @@ def local_gradients(
                 )
                 grad_logits = grad_logits.to(hidden.dtype)
             if grad_rows is not None:
-                _add_product(grad_rows, grad_logits.t(), chunk_hidden, first=t0 == 0)
+                is_first = total is None and t0 == 0
+                _add_product(grad_rows, grad_logits.t(), chunk_hidden, first=is_first)
             if chunk_grad is not None:
                 _add_product(chunk_grad, grad_logits, rows)
         if (
@@ -265,13 +269,11 @@ class _Scratch:
 
     @classmethod
     def of(cls, like: Tensor, tiling: Tiling, count: int) -> "_Scratch":
-        return cls(
-            [
-                like.new_empty(tiling.tile[0] * tiling.tile[1], dtype=tiling.dtype)
-                for _ in range(count)
-            ],
-            {},
-        )
+        """``count`` buffers, or the one for logits where the kernels run, which need no other."""
+        size = tiling.tile[0] * tiling.tile[1]
+        logits = like.new_empty(size, dtype=tiling.dtype)
+        others = 0 if row_kernels_apply(logits) else count - 1
+        return cls([logits, *(torch.empty_like(logits) for _ in range(others))], {})
 
     def views(self, tokens: int, vocabulary: int) -> list[Tensor]:
         """The start of each buffer as a contiguous [tokens, vocabulary], so that smaller tiles

@@ -18,7 +18,14 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from megatron_gspo.kernels import gated_unit, logit_gradient, logit_statistics, row_copies
+from megatron_gspo.kernels import (
+    embedding_gradient,
+    expert_gradients,
+    gated_unit,
+    logit_gradient,
+    logit_statistics,
+    row_copies,
+)
 
 CAPABILITIES = (90, 100)
 _WARPS = 4
@@ -43,6 +50,32 @@ _UNIT = {"count": "i32", "limit": "fp32", "alpha": "fp32", "offset": "fp32"}
 _UNIT_CONSTANTS = {"WIDTH": 768, "ROWS": gated_unit.ROWS, "COLUMNS": gated_unit.COLUMNS}
 _COPIES_CONSTANTS = {"WIDTH": 2048, "ROWS": row_copies.ROWS, "COLUMNS": row_copies.COLUMNS}
 BUILDS = {
+    "add_expert_gradients": Build(
+        expert_gradients.add_expert_gradients_kernel,
+        {
+            "totals_pointer": "*fp32",
+            "gradients_pointer": "*bf16",
+            "ends_pointer": "*i32",
+            "size": "i32",
+            "step": "i32",
+        },
+        {"COLUMNS": expert_gradients.COLUMNS},
+        aligned=("size", "step"),
+    ),
+    "add_embedding_gradient": Build(
+        embedding_gradient.add_embedding_gradient_kernel,
+        {
+            "total_pointer": "*fp32",
+            "rows_pointer": "*bf16",
+            "sorted_ids_pointer": "*i64",
+            "order_pointer": "*i64",
+            "ends_pointer": "*i64",
+            "count": "i32",
+            "width": "i32",
+        },
+        {"ROWS": embedding_gradient.ROWS, "COLUMNS": embedding_gradient.COLUMNS},
+        aligned=("width",),
+    ),
     "scaled_product": Build(
         gated_unit.scaled_product_kernel,
         {"hidden_pointer": "*bf16", "probs_pointer": "*fp32", "out_pointer": "*bf16", **_UNIT},

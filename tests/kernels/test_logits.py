@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from unittest import mock
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from megatron_gspo.kernels.operators import logit_gradient, logit_statistics
 from megatron_gspo.parallel import LogProbOptions, log_probs_from_hidden, vocabulary_tiles
-from megatron_gspo.parallel.vocabulary_tiles import _summarize
+from megatron_gspo.parallel.vocabulary_tiles import _Scratch, _summarize
 from tests.kernels.errors import assert_near, check_operator
 
 # a logit, widths below, of and above a tile, and the vocabulary of Qwen3
@@ -104,8 +105,11 @@ def test_the_head_with_kernels_is_the_head_without(monkeypatch, kept, count):
 
     composite = run()
     monkeypatch.setattr(vocabulary_tiles, "row_kernels_apply", lambda x: True)
-    for ours, expected in zip(run(), composite, strict=True):
-        assert torch.allclose(ours, expected, rtol=1e-4, atol=1e-5)
+    with mock.patch.object(_Scratch, "views", autospec=True, side_effect=_Scratch.views) as views:
+        for ours, expected in zip(run(), composite, strict=True):
+            assert torch.allclose(ours, expected, rtol=1e-4, atol=1e-5)
+    scratch = [call.args[0] for call in views.call_args_list]
+    assert {len(each.buffers) for each in scratch} == {1}, "the kernels need no exponentials"
 
 
 def test_no_rows():

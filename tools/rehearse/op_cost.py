@@ -41,7 +41,7 @@ _CLASSES = {
     "gather, scatter": "index_select gather index take embedding embedding_dense_backward"
     " embedding_bag embedding_bag_forward_only embedding_bag_dense_backward index_add index_copy index_fill index_put"
     " index_put_impl scatter scatter_add scatter_reduce masked_select masked_scatter"
-    " index_select_backward repeat_interleave",
+    " index_select_backward repeat_interleave add_embedding_gradient",
     "sort": "sort topk argsort nonzero nonzero_static bincount unique2 unique_dim unique_consecutive searchsorted"
     " histc",
     "reduction": "sum mean amax amin max min argmax argmin any all prod cumsum cumprod logsumexp"
@@ -262,6 +262,15 @@ def _added(
     return others + (0 if is_new else count), changed
 
 
+def _added_rows(
+    args: Args, kwargs: Kwargs, read: Sequence[Tensor], written: Sequence[Tensor]
+) -> tuple[int, int]:
+    """Rows that are added to rows of the first argument, as if no two were added to the same."""
+    total, rows = args[:2]
+    changed = rows.numel() * total.element_size()
+    return changed + _bytes([tensor for tensor in read if tensor is not total]), changed
+
+
 def _padded(
     args: Args, kwargs: Kwargs, read: Sequence[Tensor], written: Sequence[Tensor]
 ) -> tuple[int, int]:
@@ -288,6 +297,7 @@ _SIZES: dict[str, _Sizes] = {
     "sum_rows": _summed_rows,
     "scatter": _scattered,
     "index_copy": _scattered,
+    "add_embedding_gradient": _added_rows,
     "index_add": _added,
     "scatter_add": _added,
     "slice_backward": _padded,

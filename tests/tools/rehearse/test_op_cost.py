@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-import megatron_gspo.kernels.operators  # noqa: F401  registers the row kernels
+from megatron_gspo.kernels import operators
 from megatron_gspo.tools.rehearse.op_cost import OpCost, cost_of
 from megatron_gspo.tools.rehearse.operation import Operation
 
@@ -88,6 +88,12 @@ CASES: dict[str, tuple[Callable[[], OpCost | None], OpCost | None]] = {
     "rows added by index": (
         lambda: cost(aten.index_add_.default, F32.clone(), 0, IDS, OTHER[:3]),
         OpCost("gather, scatter", 1, 24 + 48 + 48, 48),
+    ),
+    "rows added to a table": (
+        lambda: cost_of(
+            operators.add_embedding_gradient._opoverload, (F32, OTHER[:3], IDS, IDS, IDS), {}, None
+        ),
+        OpCost("gather, scatter", 1, 48 + 48 + 24, 48),
     ),
     "a number at each index, in a copy": (
         lambda: cost(aten.scatter.value, F32, 1, torch.zeros(6, 1, dtype=torch.int64), 1.0),
