@@ -74,11 +74,9 @@ class WithoutAttention(torch.nn.Module):
 def megatron_model(kind: str, layout: ParallelConfig, *, vocabulary: int = 128) -> GPTModel:
     """This rank's part of the model, with random values everywhere."""
     config_class, options = _OPTIONS[kind]
-    tensor = layout.tensor_model_parallel_size
     config = config_class(
         **options,
-        tensor_model_parallel_size=tensor,
-        sequence_parallel=tensor > 1,
+        tensor_model_parallel_size=layout.tensor_model_parallel_size,
         pipeline_model_parallel_size=layout.pipeline_model_parallel_size,
         expert_model_parallel_size=layout.expert_model_parallel_size,
         expert_tensor_parallel_size=layout.expert_tensor_size,
