@@ -11,10 +11,10 @@ Random weights, packed sequences of 4,096 tokens of which three quarters are res
   embedding and head.
 
 Layers are torch's and, where installed, Transformer Engine's. *TFLOP/s* counts the products that a
-step needs: 2 for each weight that a token meets, half of the attention scores, twice as many
-backward; what is computed again does not count. The peak is the data sheet's for dense bfloat16
-(`megatron_gspo/gpus.py`) or ``--peak-tflops``. Memory is the allocator's peak, weights and
-optimizer included; beside it, for the step, the rehearsal's figure.
+step needs (`megatron_gspo/models/flops.py`): 2 for each weight that a token meets, attention by the
+keys that a query attends, twice as many backward; what is computed again does not count. The peak
+is the data sheet's for dense bfloat16 (`megatron_gspo/gpus.py`) or ``--peak-tflops``. Memory is the
+allocator's peak, weights and optimizer included; beside it, for the step, the rehearsal's figure.
 
     python benchmarks/gpu.py                  # writes benchmarks/results/gpu/<date>-<gpu>.json
     python benchmarks/gpu.py --config DIR     # writes the step's config, to be rehearsed
