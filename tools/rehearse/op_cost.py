@@ -100,6 +100,7 @@ _KERNELS = {
     "select_backward": 2,
     "constant_pad_nd": 2,
     "rms_norm_backward": 2,  # of the input, of the weight
+    "rotated_heads_backward": 2,  # and the sum of the weights' gradients
 }
 
 
