@@ -109,7 +109,7 @@ BUILDS = {
         {
             "total_pointer": "*fp32",
             "rows_pointer": "*bf16",
-            "sorted_ids_pointer": "*i64",
+            "sorted_ids_pointer": "*i32",
             "order_pointer": "*i64",
             "ends_pointer": "*i64",
             "count": "i32",
