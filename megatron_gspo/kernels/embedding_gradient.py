@@ -29,8 +29,8 @@ def add_embedding_gradient_kernel(
     COLUMNS: tl.constexpr,
 ):
     first = tl.program_id(0)
-    row_id = tl.load(sorted_ids_pointer + first)
-    before = tl.load(sorted_ids_pointer + first - 1, mask=first > 0, other=-1)
+    row_id = tl.load(sorted_ids_pointer + first).to(tl.int64)
+    before = tl.load(sorted_ids_pointer + first - 1, mask=first > 0, other=-1).to(tl.int64)
     # Of the programs of a run the first works; rows that another rank has are left out.
     works = (row_id != before) & (row_id >= 0) & (row_id < count)
     end = tl.where(works, tl.load(ends_pointer + first).to(tl.int32), first)
@@ -54,8 +54,8 @@ def add_embedding_gradient(
     """Add ``rows`` [t, h] to ``total`` [v, h]: row ``order[i]`` to row ``sorted_ids[i]``, if there
     is one.
 
-    ``sorted_ids``, ``order``, ``ends`` [t] int64; a run of equal ids that has position i ends
-    before ``ends[i]``.
+    ``sorted_ids`` [t] int32 or int64; ``order``, ``ends`` [t] int64; a run of equal ids that has
+    position i ends before ``ends[i]``.
     """
     tokens, width = rows.shape
     assert total.is_contiguous() and total.shape[1] == width

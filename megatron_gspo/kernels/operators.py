@@ -158,3 +158,99 @@ def add_embedding_gradient(
 @add_embedding_gradient.register_fake
 def _(total: Tensor, rows: Tensor, sorted_ids: Tensor, order: Tensor, ends: Tensor) -> None:
     pass
+
+
+@torch.library.custom_op("megatron_gspo::rotated_heads", mutates_args=())
+def rotated_heads(
+    mixed: Tensor,
+    query_weight: Tensor | None,
+    key_weight: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    groups: int,
+    size: int,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Query, key and value, normed and rotated, of ``mixed``: see ``rotated_heads.py``."""
+    from megatron_gspo.kernels import rotated_heads as kernel
+
+    return kernel.rotated_heads(mixed, query_weight, key_weight, cos, sin, groups, size, eps)
+
+
+@rotated_heads.register_fake
+def _(
+    mixed: Tensor,
+    query_weight: Tensor | None,
+    key_weight: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    groups: int,
+    size: int,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    tokens, width = mixed.shape
+    return (
+        mixed.new_empty(tokens, width // size - 2 * groups, size),
+        mixed.new_empty(tokens, groups, size),
+        mixed.new_empty(tokens, groups, size),
+    )
+
+
+@torch.library.custom_op("megatron_gspo::rotated_heads_backward", mutates_args=())
+def rotated_heads_backward(
+    grad_query: Tensor,
+    grad_key: Tensor,
+    grad_value: Tensor,
+    mixed: Tensor,
+    query_weight: Tensor | None,
+    key_weight: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    eps: float,
+) -> tuple[Tensor, Tensor]:
+    """The gradients of ``mixed`` and, [2, size] in float32, of both weights."""
+    from megatron_gspo.kernels import rotated_heads as kernel
+
+    return kernel.rotated_heads_backward(
+        (grad_query, grad_key, grad_value), mixed, query_weight, key_weight, cos, sin, eps
+    )
+
+
+@rotated_heads_backward.register_fake
+def _(
+    grad_query: Tensor,
+    grad_key: Tensor,
+    grad_value: Tensor,
+    mixed: Tensor,
+    query_weight: Tensor | None,
+    key_weight: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    eps: float,
+) -> tuple[Tensor, Tensor]:
+    return (
+        torch.empty_like(mixed),
+        mixed.new_empty(2, grad_query.shape[-1], dtype=torch.float32),
+    )
+
+
+def _save_rotated_heads(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    *tensors, groups, size, eps = inputs
+    ctx.save_for_backward(*tensors)
+    ctx.eps = eps
+
+
+def _rotated_head_gradients(
+    ctx: Any, grad_query: Tensor, grad_key: Tensor, grad_value: Tensor
+) -> tuple[Tensor | None, ...]:
+    grads = (grad_query, grad_key, grad_value)
+    grad_mixed, grad_weights = rotated_heads_backward(*grads, *ctx.saved_tensors, ctx.eps)
+    weights = ctx.saved_tensors[1:3]
+    of_query, of_key = (
+        None if weight is None else grad.to(weight.dtype)
+        for weight, grad in zip(weights, grad_weights, strict=True)
+    )
+    return grad_mixed, of_query, of_key, None, None, None, None, None
+
+
+rotated_heads.register_autograd(_rotated_head_gradients, setup_context=_save_rotated_heads)

@@ -62,8 +62,8 @@ _HAS_VARLEN = {"scale", "window_size", "enable_gqa"} <= inspect.signature(
     varlen.varlen_attn
 ).parameters.keys()
 # Flash attention's largest head, and what its head sizes are multiples of.
-_VARLEN_HEAD_SIZE = 256
-_VARLEN_HEAD_MULTIPLE = 8
+_FLASH_HEAD_SIZE = 256
+_FLASH_HEAD_MULTIPLE = 8
 
 
 @dataclass(frozen=True)
@@ -317,7 +317,7 @@ def takes_varlen(device: torch.device, dtype: torch.dtype, head_size: int) -> bo
         _HAS_VARLEN
         and device.type == "cuda"
         and dtype in (torch.bfloat16, torch.float16)
-        and head_size <= _VARLEN_HEAD_SIZE
+        and head_size <= _FLASH_HEAD_SIZE
         and torch.cuda.get_device_capability(device) >= (8, 0)
     )
 
@@ -371,8 +371,8 @@ class PackedAttention(torch.nn.Module):
         plan = packed_seq_params
         sizes = (key.shape[-1], value.shape[-1])
         if self.rotary is not None:
-            query = _rotated(query, plan, self.rotary)
-            key = _rotated(key, plan, self.rotary)
+            query = rotated(query, plan, self.rotary)
+            key = rotated(key, plan, self.rotary)
         if self.cp_group.size() > 1:
             gathered = all_gather_tokens(torch.cat((key, value), dim=-1), self.cp_group)
             copies = permute(gathered.flatten(1), plan.key_copies)
@@ -380,7 +380,7 @@ class PackedAttention(torch.nn.Module):
         width = max(sizes)
         attend = self._padded
         if takes_varlen(query.device, query.dtype, width):
-            width = -(-width // _VARLEN_HEAD_MULTIPLE) * _VARLEN_HEAD_MULTIPLE
+            width = -(-width // _FLASH_HEAD_MULTIPLE) * _FLASH_HEAD_MULTIPLE
             attend = self._varlen
         elif self.sinks is not None:
             query, key = with_sink_dimension(query, key, self.sinks / self.softmax_scale)
@@ -416,11 +416,6 @@ class PackedAttention(torch.nn.Module):
     def _padded(self, plan: PackedSequences, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Attention of padded batches."""
         layout = plan.padded
-        # No grouped queries in most CUDA kernels.
-        if query.device.type == "cuda" and query.shape[1] != key.shape[1]:
-            repeats = query.shape[1] // key.shape[1]
-            key = key.repeat_interleave(repeats, dim=1)
-            value = value.repeat_interleave(repeats, dim=1)
         slots = [bucket.rows * bucket.queries for bucket in layout.buckets]
         key_slots = [bucket.rows * bucket.keys for bucket in layout.buckets]
         padded = zip(
@@ -492,6 +487,10 @@ class PackedAttention(torch.nn.Module):
             mask = mask[:, None]
         if self.sinks is not None:
             key, value, mask = with_sink_key(key, value, mask)
+        if query.shape[1] != key.shape[1] and not _takes_groups(query, mask):
+            repeats = query.shape[1] // key.shape[1]
+            key = key.repeat_interleave(repeats, dim=1)
+            value = value.repeat_interleave(repeats, dim=1)
         return F.scaled_dot_product_attention(
             query,
             key,
@@ -501,6 +500,16 @@ class PackedAttention(torch.nn.Module):
             scale=self.softmax_scale,
             enable_gqa=query.shape[1] != key.shape[1],
         )
+
+
+def _takes_groups(query: Tensor, mask: Tensor | None) -> bool:
+    """Whether torch has a fast kernel for keys that several query heads attend: on a GPU only flash
+    attention, which takes no mask.
+    """
+    if query.device.type != "cuda":
+        return True
+    is_half = query.dtype in (torch.bfloat16, torch.float16)
+    return mask is None and is_half and query.shape[-1] <= _FLASH_HEAD_SIZE
 
 
 def _split(x: Tensor, lengths: list[int]) -> Sequence[Tensor]:
@@ -513,7 +522,7 @@ def _by_head(x: Tensor, rows: int) -> Tensor:
     return x.view(rows, -1, *x.shape[1:]).transpose(1, 2)
 
 
-def _rotated(x: Tensor, plan: PackedSequences, rotary: Rotary) -> Tensor:
+def rotated(x: Tensor, plan: PackedSequences, rotary: Rotary) -> Tensor:
     """``x`` [t, heads, d] with its first ``rotary.dim`` dimensions rotated."""
     cos, sin = plan.rotation(rotary, x.dtype)
     if rotary.dim == x.shape[-1]:

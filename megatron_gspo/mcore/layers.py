@@ -28,6 +28,7 @@ from megatron_gspo.mcore.lora.adapter import expert_adapters
 from megatron_gspo.mcore.mixers import MIXERS
 from megatron_gspo.mcore.norms import RMSNorm
 from megatron_gspo.mcore.operators import ExpertWeights, gated_experts
+from megatron_gspo.mcore.rotated_attention import RotatedSelfAttention
 from megatron_gspo.mcore.token_dispatchers import LastExpertFirst, MoEStaticTokenDispatcher
 from megatron_gspo.models.model_shape import ModelShape
 
@@ -91,8 +92,12 @@ def use_own_operators(model: torch.nn.Module, shape: ModelShape) -> None:
     """
     for module in model.modules():
         if isinstance(module, SelfAttention):
-            module.core_attention.rotary = shape.rotary
             module.core_attention.window = shape.windows[module.layer_number - 1]
+            if type(module) is SelfAttention:
+                module.__class__ = RotatedSelfAttention
+                module.rotary = shape.rotary
+            else:
+                module.core_attention.rotary = shape.rotary
         elif type(module) is SequentialMLP and _unit_of(module.config) is not None:
             module.__class__ = FusedSequentialMLP
         elif isinstance(module, TransformerLayer) and isinstance(module.mlp, MoELayer):

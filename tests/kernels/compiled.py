@@ -24,6 +24,7 @@ from megatron_gspo.kernels import (
     gated_unit,
     logit_gradient,
     logit_statistics,
+    rotated_heads,
     row_copies,
 )
 
@@ -49,7 +50,50 @@ class Build:
 _UNIT = {"count": "i32", "limit": "fp32", "alpha": "fp32", "offset": "fp32"}
 _UNIT_CONSTANTS = {"WIDTH": 768, "ROWS": gated_unit.ROWS, "COLUMNS": gated_unit.COLUMNS}
 _COPIES_CONSTANTS = {"WIDTH": 2048, "ROWS": row_copies.ROWS, "COLUMNS": row_copies.COLUMNS}
+_HEADS = {
+    "mixed_pointer": "*bf16",
+    "query_weight_pointer": "*bf16",
+    "key_weight_pointer": "*bf16",
+    "cos_pointer": "*bf16",
+    "sin_pointer": "*bf16",
+}
+_HEADS_CONSTANTS = {
+    "GROUPS": 4,
+    "QUERIES": 8,
+    "SIZE": 128,
+    "ROTATED": 128,
+    "HALF": 64,
+    "REST": 0,
+    "WITH_NORMS": 1,
+    "ROWS": rotated_heads.ROWS,
+}
 BUILDS = {
+    "rotated_heads": Build(
+        rotated_heads.rotated_heads_kernel,
+        {
+            **_HEADS,
+            "query_pointer": "*bf16",
+            "key_pointer": "*bf16",
+            "value_pointer": "*bf16",
+            "count": "i32",
+            "eps": "fp32",
+        },
+        _HEADS_CONSTANTS,
+    ),
+    "rotated_heads_backward": Build(
+        rotated_heads.rotated_heads_backward_kernel,
+        {
+            "grad_query_pointer": "*bf16",
+            "grad_key_pointer": "*bf16",
+            "grad_value_pointer": "*bf16",
+            **_HEADS,
+            "grad_mixed_pointer": "*bf16",
+            "sums_pointer": "*fp32",
+            "count": "i32",
+            "eps": "fp32",
+        },
+        _HEADS_CONSTANTS,
+    ),
     "add_expert_gradients": Build(
         expert_gradients.add_expert_gradients_kernel,
         {
@@ -67,7 +111,7 @@ BUILDS = {
         {
             "total_pointer": "*fp32",
             "rows_pointer": "*bf16",
-            "sorted_ids_pointer": "*i64",
+            "sorted_ids_pointer": "*i32",
             "order_pointer": "*i64",
             "ends_pointer": "*i64",
             "count": "i32",

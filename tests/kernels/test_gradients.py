@@ -71,7 +71,7 @@ def test_gradients_of_embeddings(ids, width, dtype):
     for i, row_id in enumerate(ids):
         if 0 <= row_id < VOCABULARY:
             expected[row_id] += rows[i].double()
-    sorted_ids, order = torch.tensor(ids, dtype=torch.int64).sort(stable=True)
+    sorted_ids, order = torch.tensor(ids, dtype=torch.int32).sort(stable=True)
     ends = torch.searchsorted(sorted_ids, sorted_ids, right=True)
     add_embedding_gradient(total, rows, sorted_ids, order, ends)
     assert_near(total, expected, torch.float32)

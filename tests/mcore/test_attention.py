@@ -24,6 +24,7 @@ import megatron_gspo.mcore.train_step  # noqa: F401  the fork server of the test
 from megatron_gspo.mcore import attention as module
 from megatron_gspo.mcore.attention import (
     PackedAttention,
+    _takes_groups,
     packed_sequences,
     segments_of,
     takes_varlen,
@@ -384,3 +385,18 @@ def test_wrong_use_is_refused():
         attention(
             torch.zeros(2, 1, 8), torch.zeros(2, 1, 8), torch.zeros(2, 1, 8), packed_seq_params=None
         )
+
+
+@pytest.mark.parametrize(
+    "device, dtype, size, mask, expected",
+    [
+        ("cuda", torch.bfloat16, 128, None, True),
+        ("cuda", torch.bfloat16, 512, None, False),
+        ("cuda", torch.float32, 128, None, False),
+        ("cuda", torch.bfloat16, 128, torch.ones(1, 1), False),
+        ("cpu", torch.float64, 128, torch.ones(1, 1), True),
+    ],
+)
+def test_where_keys_are_not_repeated_for_grouped_queries(device, dtype, size, mask, expected):
+    query = SimpleNamespace(device=torch.device(device), dtype=dtype, shape=(1, 4, 7, size))
+    assert _takes_groups(query, mask) is expected

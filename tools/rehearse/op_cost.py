@@ -100,6 +100,7 @@ _KERNELS = {
     "select_backward": 2,
     "constant_pad_nd": 2,
     "rms_norm_backward": 2,  # of the input, of the weight
+    "rotated_heads_backward": 2,  # and the sum of the weights' gradients
 }
 
 
@@ -265,9 +266,9 @@ def _added(
 def _added_rows(
     args: Args, kwargs: Kwargs, read: Sequence[Tensor], written: Sequence[Tensor]
 ) -> tuple[int, int]:
-    """Rows that are added to rows of the first argument, as if no two were added to the same."""
+    """Rows that are added to rows of the first argument, each to another as far as there are."""
     total, rows = args[:2]
-    changed = rows.numel() * total.element_size()
+    changed = min(rows.numel(), total.numel()) * total.element_size()
     return changed + _bytes([tensor for tensor in read if tensor is not total]), changed
 
 
