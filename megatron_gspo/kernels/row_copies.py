@@ -13,7 +13,9 @@ import triton.language as tl
 from torch import Tensor
 
 ROWS = 4
-"""Of a program."""
+"""That a program copies."""
+SUMS = 2
+"""That a program adds up: it holds all copies of a part of them."""
 COLUMNS = 512
 """That a program holds at a time."""
 
@@ -87,14 +89,14 @@ def sum_rows(x: Tensor, slot: Tensor) -> Tensor:
     width = x.shape[1]
     out = x.new_empty(count, width)
     if count:
-        sum_rows_kernel[(triton.cdiv(count, ROWS),)](
+        sum_rows_kernel[(triton.cdiv(count, SUMS),)](
             x.contiguous(),
             slot.contiguous(),
             out,
             count,
             WIDTH=width,
             COPIES=copies,
-            ROWS=ROWS,
+            ROWS=SUMS,
             COLUMNS=COLUMNS,
         )
     return out

@@ -40,6 +40,7 @@ class Build:
     kernel: Any
     types: dict[str, str]
     constants: dict[str, int]
+    """In the order of the kernel's arguments, as the types."""
     aligned: tuple[str, ...] = ()
     """Of the arguments, integers that 16 divides."""
     warps: int = _WARPS
@@ -49,7 +50,6 @@ class Build:
 
 _UNIT = {"count": "i32", "limit": "fp32", "alpha": "fp32", "offset": "fp32"}
 _UNIT_CONSTANTS = {"WIDTH": 768, "ROWS": gated_unit.ROWS, "COLUMNS": gated_unit.COLUMNS}
-_COPIES_CONSTANTS = {"WIDTH": 2048, "ROWS": row_copies.ROWS, "COLUMNS": row_copies.COLUMNS}
 _HEADS = {
     "mixed_pointer": "*bf16",
     "query_weight_pointer": "*bf16",
@@ -170,12 +170,12 @@ BUILDS = {
     "copy_rows": Build(
         row_copies.copy_rows_kernel,
         {"x_pointer": "*bf16", "source_pointer": "*i64", "out_pointer": "*bf16", "count": "i32"},
-        _COPIES_CONSTANTS,
+        {"WIDTH": 2048, "ROWS": row_copies.ROWS, "COLUMNS": row_copies.COLUMNS},
     ),
     "sum_rows": Build(
         row_copies.sum_rows_kernel,
         {"x_pointer": "*bf16", "slot_pointer": "*i64", "out_pointer": "*bf16", "count": "i32"},
-        {"COPIES": 8, **_COPIES_CONSTANTS},
+        {"WIDTH": 2048, "COPIES": 8, "ROWS": row_copies.SUMS, "COLUMNS": row_copies.COLUMNS},
     ),
 }
 
