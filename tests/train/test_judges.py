@@ -1,0 +1,103 @@
+"""A run whose rewards are those of a ranking and of a reward model, each of a source of prompts."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import Qwen3Config, Qwen3ForSequenceClassification
+
+from tests.support.chat_tokenizer import chat_tokenizer
+from tests.support.judge_server import JudgeServer
+from tests.support.prompt_rows import write_jsonl
+from tests.support.training_runs import WORD, base_config, launch, records, tiny_model
+
+
+def ranking(text: str, schema: dict[str, Any]) -> dict[str, Any]:
+    shown = re.findall(r"# Response (\d+)\n\n(.*?)(?=\n\n# Response|\Z)", text, re.DOTALL)
+    best = sorted(shown, key=lambda response: (-len(response[1]), response[1]))
+    return {"reason": "longer", "best_to_worst": [int(number) for number, _ in best]}
+
+
+def judge(server: JudgeServer, verifier: str, **options: Any) -> dict[str, Any]:
+    """The keys of a source, or of `data`."""
+    return {
+        "verifier": verifier,
+        "verifier_timeout": 35.0,
+        "verifier_options": {
+            "servers": [server.url],
+            "model": "m",
+            "instructions": "Longer is better.",
+            "request_timeout": 30.0,
+            **options,
+        },
+    }
+
+
+def save_reward_model(folder: Path) -> str:
+    tokenizer = chat_tokenizer()
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        vocab_size=len(tokenizer),
+        num_labels=1,
+    )
+    Qwen3ForSequenceClassification(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+def samples_of(run_dir: Path) -> list[list[dict[str, Any]]]:
+    """Of each step."""
+    files = sorted((run_dir / "samples").glob("*.jsonl"))
+    return [[json.loads(line) for line in file.read_text().splitlines()] for file in files]
+
+
+def test_a_source_for_a_ranking_and_one_for_a_reward_model(tmp_path: Path):
+    rows = [
+        {"prompt": f"{WORD} {word}", "answer": word[::-1]} for word in ("sun", "sea", "sky", "dog")
+    ]
+    prompts = str(write_jsonl(tmp_path / "words.jsonl", rows))
+    reward_model = {
+        "verifier": "reward_model",
+        "verifier_options": {"path": save_reward_model(tmp_path / "reward")},
+    }
+    with JudgeServer(ranking) as server:
+        config = base_config(
+            tiny_model(tmp_path / "model"),
+            tmp_path / "run",
+            data={
+                "task": None,
+                "verifier": None,
+                "sources": [
+                    {"name": "ranked", "prompts": prompts, **judge(server, "judge_ranking")},
+                    {"name": "modelled", "prompts": prompts, **reward_model},
+                ],
+            },
+            training={"steps": 2},
+            tracking={"samples_per_step": 16},
+            checkpoint={"export_hf": False},
+        )
+        launch(config, 2)
+    steps = records(tmp_path / "run")
+    assert len(steps) == 2 and all(row["verifier/error"] == 0 for row in steps)
+    groups: dict[tuple[int, int], list[dict[str, Any]]] = {}
+    for step, samples in enumerate(samples_of(tmp_path / "run")):
+        for sample in samples:
+            if sample["source"] == "ranked":
+                groups.setdefault((step, sample["prompt_index"]), []).append(sample)
+        modelled = {sample["reward"] for sample in samples if sample["source"] == "modelled"}
+        assert len(modelled) > 1 and all(math.isfinite(reward) for reward in modelled)
+    assert len(groups) == 4
+    for group in groups.values():
+        rewards = {sample["reward"] for sample in group}
+        assert rewards == {0.5} or (min(rewards), max(rewards)) == (0.0, 1.0)
