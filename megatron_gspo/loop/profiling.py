@@ -132,15 +132,18 @@ def largest_tensors(policy: Policy) -> list[str]:
         ):
             names |= {tensor.untyped_storage()._cdata: name for tensor in tensors}
     device = next(weights(policy.chunks)).device
-    sizes: dict[int, int] = {}
+    views: dict[int, Tensor] = {}  # of each storage the largest
     for tensor in gc.get_objects():
         # A check of the type reads no attribute, which some objects compute.
         if not issubclass(type(tensor), Tensor) or tensor.device != device:
             continue
-        storage = tensor.untyped_storage()
-        sizes[storage._cdata] = storage.nbytes()
-        shape = f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
-        names.setdefault(storage._cdata, shape)
+        storage = tensor.untyped_storage()._cdata
+        if storage not in views or tensor.numel() > views[storage].numel():
+            views[storage] = tensor
+    sizes = {storage: view.untyped_storage().nbytes() for storage, view in views.items()}
+    for storage, view in views.items():
+        shape = f"{str(view.dtype).removeprefix('torch.')} {list(view.shape)}"
+        names.setdefault(storage, shape)
     largest = sorted(sizes, key=lambda storage: -sizes[storage])[:_LARGEST]
     return [f"{names[storage]} of {show_bytes(sizes[storage])}" for storage in largest]
 
