@@ -52,10 +52,9 @@ def test_a_megatron_checkpoint_in_place_of_weights(plain: dict, tmp_path: Path) 
     folder = tmp_path / "checkpoint"
     pretrained = "model.init=pretrained"
     key = f"model.megatron_path={folder}"
-    assert refused(plain, pretrained, key, world_size=1) == (
-        f'model.megatron_path = "{folder}": {folder} is not a directory; give the folder of an'
-        " iteration in Megatron's format torch_dist, or the one with"
-        " latest_checkpointed_iteration.txt"
+    assert refused(plain, pretrained, key, world_size=1).endswith(
+        f"{folder} is not a directory; give the folder of an iteration in Megatron's format"
+        " torch_dist, or the one with latest_checkpointed_iteration.txt"
     )
     folder.mkdir()
     (folder / ".metadata").touch()
@@ -63,9 +62,6 @@ def test_a_megatron_checkpoint_in_place_of_weights(plain: dict, tmp_path: Path) 
     assert "model.init: random draws the weights" in refused(
         plain, "model.init=random", key, world_size=1
     )
-    served = ("rollout.engine=sglang", "sglang.num_servers=1")
-    message = refused(plain, pretrained, key, *served, world_size=1)
-    assert "has no *.safetensors weights" in message
 
 
 def test_the_value_models_directory(plain: dict, tmp_path: Path) -> None:
