@@ -4,11 +4,13 @@ Engine."""
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import torch
 from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from megatron_gspo.config import ParallelConfig
@@ -84,16 +86,18 @@ def megatron_model(kind: str, layout: ParallelConfig, *, vocabulary: int = 128) 
     spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm")
     for layer in spec.layer_specs:
         layer.submodules.self_attention.submodules.core_attention = WithoutAttention
-    model = GPTModel(
-        config,
-        spec,
-        vocab_size=vocabulary,
-        max_sequence_length=64,
-        pre_process=parallel_state.is_pipeline_first_stage(),
-        post_process=parallel_state.is_pipeline_last_stage(),
-        position_embedding_type="rope",
-        share_embeddings_and_output_weights=False,
-    )
+    # megatron-core 0.16.1 takes Transformer Engine for installed where latent attention is built.
+    with mock.patch.object(multi_latent_attention, "HAVE_TE", False):
+        model = GPTModel(
+            config,
+            spec,
+            vocab_size=vocabulary,
+            max_sequence_length=64,
+            pre_process=parallel_state.is_pipeline_first_stage(),
+            post_process=parallel_state.is_pipeline_last_stage(),
+            position_embedding_type="rope",
+            share_embeddings_and_output_weights=False,
+        )
     generator = torch.Generator().manual_seed(torch.distributed.get_rank())
     with torch.no_grad():
         for value in model.state_dict(keep_vars=True).values():
