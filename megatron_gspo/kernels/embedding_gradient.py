@@ -10,9 +10,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-ROWS = 8
+ROWS = 4
 """Of a run, that a program reads at a time."""
-COLUMNS = 512
+COLUMNS = 1024
 """Of a row, for each program."""
 
 
@@ -33,15 +33,17 @@ def add_embedding_gradient_kernel(
     before = tl.load(sorted_ids_pointer + first - 1, mask=first > 0, other=-1).to(tl.int64)
     # Of the programs of a run the first works; rows that another rank has are left out.
     works = (row_id != before) & (row_id >= 0) & (row_id < count)
-    end = tl.where(works, tl.load(ends_pointer + first).to(tl.int32), first)
+    end = tl.load(ends_pointer + first, mask=works, other=0).to(tl.int32)
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     sums = tl.zeros((ROWS, COLUMNS), tl.float32)
-    for start in range(first, end, ROWS):
+    start = first
+    while start < end:  # of `range` Triton 3.6's interpreter takes no loaded bound
         places = start + tl.arange(0, ROWS)
         source = tl.load(order_pointer + places, mask=places < end, other=0)
         inside = (places < end)[:, None] & (columns < width)[None, :]
         at = rows_pointer + source[:, None] * width + columns[None, :]
         sums += tl.load(at, mask=inside, other=0.0).to(tl.float32)
+        start += ROWS
     inside = columns < tl.where(works, width, 0)
     at = total_pointer + row_id * width + columns
     total = tl.load(at, mask=inside, other=0.0).to(tl.float32) + tl.sum(sums, axis=0)
