@@ -5,8 +5,9 @@ reference at once.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -193,7 +194,7 @@ def run_pass(
     scenario: Scenario,
     batching: TrainingConfig,
     samples: list[Sample],
-    teacher: dict[str, np.ndarray],
+    teacher: Mapping[str, np.ndarray] = MappingProxyType({}),
 ) -> Pass:
     """Forward and backward of a mini-batch. teacher: further columns of it."""
     options = ReplayOptions(route_shape(policy), replay=True) if scenario.replay else None

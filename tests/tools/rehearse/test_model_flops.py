@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -75,25 +76,32 @@ def bias_sums(shape: Any, length: int) -> float:
     return 2 * STRIDE * rows * (2 * shape.moe_ffn_hidden_size + shape.hidden_size)
 
 
-def counted(record: RankRecord, phase: str) -> int:
-    return sum(record.flops[phase].values())
+def router_terms(shape: Any, length: int) -> float:
+    """The gradient of a router's logits is three bfloat16 numbers, each a factor of two products."""
+    numbers = length * shape.hidden_size * shape.num_experts * sum(shape.moe_layers)
+    return 2 * 2 * (3 - 1) * numbers
 
 
-def assert_agrees(record: RankRecord, shape: Any, config: Any, *, world: int = 1) -> None:
-    """The counts of one of ``world`` equal ranks."""
+def counted(records: Sequence[RankRecord], phase: str) -> int:
+    return sum(sum(record.flops[phase].values()) for record in records)
+
+
+def assert_agrees(records: Sequence[RankRecord], shape: Any, config: Any) -> None:
+    """The counts of all ranks of a replica."""
     from megatron_gspo.models.flops import forward_flops
 
     length = PROMPT + RESPONSE
     forward = forward_flops(shape, np.array([length]), np.array([RESPONSE]))
-    samples = sum(record.micro_batches) / length / world
+    samples = sum(records[0].micro_batches) / length
     padding, padding_backward = head_padding(shape, length)
-    assert counted(record, "old_log_probs") == samples * (float(forward.total[0]) + padding)
+    assert counted(records, "old_log_probs") == samples * (float(forward.total[0]) + padding)
     trained = float(forward.training()[0])
     recompute = config.model.recompute_granularity
     trained += float(forward.recomputed(recompute)[0])
     passes = 1 if recompute == "none" else 2
-    trained += passes * padding + padding_backward + bias_sums(shape, length)
-    assert counted(record, "forward_backward") == samples * trained
+    trained += passes * padding + padding_backward
+    trained += bias_sums(shape, length) + router_terms(shape, length)
+    assert counted(records, "forward_backward") == samples * trained
 
 
 @on_fake_gpu
@@ -109,16 +117,20 @@ def test_every_mixer_runs_the_operations_of_the_formula() -> None:
         ("next", "full"),
     ):
         try:
-            assert_agrees(*rehearse(family, 0, 1, f"model.recompute_granularity={recompute}"))
+            recomputed = f"model.recompute_granularity={recompute}"
+            record, shape, config = rehearse(family, 0, 1, recomputed)
+            assert_agrees([record], shape, config)
         except AssertionError as error:
             raise AssertionError(family, recompute) from error
 
 
 @on_fake_gpu
 def test_context_parallel_ranks_share_the_operations() -> None:
-    """The first of two ranks has a sequence's first and last quarter, whose attention is half."""
-    record, shape, config = rehearse("dense", 0, 2, "parallel.context_parallel_size=2")
-    assert_agrees(record, shape, config, world=2)
+    records = []
+    for rank in range(2):
+        record, shape, config = rehearse("dense", rank, 2, "parallel.context_parallel_size=2")
+        records.append(record)
+    assert_agrees(records, shape, config)
 
 
 @on_fake_gpu
@@ -131,4 +143,4 @@ def test_a_value_model_has_a_head_of_one_value() -> None:
     value_shape = dataclasses.replace(shape, value_head=True)
     forward = forward_flops(value_shape, np.array([length]), np.array([RESPONSE]))
     samples = sum(record.micro_batches) / length
-    assert counted(record, "values") == samples * float(forward.total[0])
+    assert counted([record], "values") == samples * float(forward.total[0])
