@@ -172,7 +172,8 @@ def rotated_heads_backward_kernel(
         is_other = others < SIZE
         query_rest = tl.zeros((ROWS, REST), tl.float32)
         key_rest = tl.zeros((ROWS, REST), tl.float32)
-    for start in range(tl.program_id(0) * ROWS, count, tl.num_programs(0) * ROWS):
+    start = tl.program_id(0) * ROWS
+    while start < count:  # of `range` Triton 3.6's interpreter takes no bounds of the program
         rows = (start + tl.arange(0, ROWS)).to(tl.int64)
         is_row = rows < count
         token, query, key, is_query, is_key, is_value = _place(rows, is_row, GROUPS, QUERIES)
@@ -238,6 +239,7 @@ def rotated_heads_backward_kernel(
         tl.store(grad_mixed_pointer + at + half, grad_second.to(dtype), mask=wanted)
         if REST:
             tl.store(grad_mixed_pointer + at_rest, grad_rest.to(dtype), mask=wanted_rest)
+        start += tl.num_programs(0) * ROWS
     if WITH_NORMS:
         of_query = sums_pointer + tl.program_id(0) * 2 * SIZE
         of_key = of_query + SIZE
