@@ -28,6 +28,8 @@ COPIED = (
     "ref_log_probs",
     "rollout_log_probs",
     "response_mask",
+    "teacher_top_ids",
+    "teacher_top_log_probs",
 )
 
 
@@ -54,7 +56,13 @@ def batch(number: int = 0) -> PackedBatch:
         make_sample(2, 3, seed=number + 10),
     ]
     packed = pack(samples, num_sequences=2, num_tokens=6, sequence_multiple=4)
-    return replace(packed, micro_batch=number)
+    shape = (len(packed.tokens), 2)
+    return replace(
+        packed,
+        micro_batch=number,
+        teacher_top_ids=torch.zeros(shape, dtype=torch.int32),
+        teacher_top_log_probs=torch.zeros(shape),
+    )
 
 
 def reader(count: int = 1, trains: bool = True, **given: Any) -> InputReader:

@@ -267,7 +267,7 @@ def test_a_trl_function_returns_one_reward_for_one_completion(foreign):
             {},
             (
                 "verifier 'exact' is unknown; use exact_match, math_verify, reasoning_gym, code,"
-                " file.py:function"
+                " judge, judge_ranking, reward_model, file.py:function"
             ),
         ),
         ("exact_match", {"styl": "tag"}, "verifier exact_match: options {'styl': 'tag'} don't fit"),

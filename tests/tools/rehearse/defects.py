@@ -47,7 +47,7 @@ def _check_of_each_layer(original: Any) -> Any:
     return gating
 
 
-_GATING = "megatron.core.transformer.moe.router.Router.gating"
+_GATING = "megatron_gspo.mcore.router.ExactRouter.gating"
 BIAS_ON_THE_HOST = (_GATING, _bias_on_the_host)
 CHECK_OF_EACH_LAYER = (_GATING, _check_of_each_layer)
 
