@@ -29,7 +29,7 @@ FEWEST = {
     "qwen35_397b": 10,
     "minimax_m2": 14,
     "glm45": 10,
-    "glm47_355b": 8,
+    "glm47_355b": 16,
     "gpt_oss_120b": 8,
     "deepseek_v3": 43,
     "kimi_k25": 25,
@@ -42,13 +42,10 @@ def fewest_layers(file: Path) -> int:
     beside the embedding are dense, so that the first stage has experts too. Without stages two."""
     config = load_config(file)
     parallel = config.parallel
-    model = read_config(SHIPPED[Path(config.model.path).name])
-    dense = (
-        model.get("first_k_dense_replace", 0)
-        if parallel.account_for_embedding_in_pipeline_split
-        else 0
-    )
-    return (2 + dense) * parallel.pipeline_model_parallel_size - parallel.extra_pipeline_layers
+    dense = read_config(SHIPPED[Path(config.model.path).name]).get("first_k_dense_replace", 0)
+    first_stage = parallel.account_for_embedding_in_pipeline_split + dense + 1
+    layers = max(2, first_stage) * parallel.pipeline_model_parallel_size
+    return layers - parallel.extra_pipeline_layers
 
 
 def structure(file: Path) -> tuple[object, ...]:
