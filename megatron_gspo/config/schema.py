@@ -203,7 +203,7 @@ class Config:
         check_environment(self.rollout, self.algorithm, self.data, has_turns=self.agents.is_on)
         check_agents(self.agents, self.rollout, self.algorithm, self.data)
         check_quantization(self.rollout)
-        check_data(self.data, scored_by_agents=self.scored_by_agents)
+        check_data(self.data, scored_by_agents=self.samples_are_runs)
         check_parallel(self.parallel)
         check_global_batch(self.training, self.rollout.sequences)
         check_halves(self.training, self.algorithm)
@@ -232,8 +232,8 @@ class Config:
         return self.data.max_prompt_length + self.rollout.max_response_length
 
     @property
-    def scored_by_agents(self) -> bool:
-        """Whether agents or an environment may give the rewards."""
+    def samples_are_runs(self) -> bool:
+        """Whether a sample is a run of an agent, or an episode with an environment."""
         return self.agents.is_on or self.rollout.environment is not None
 
     @property

@@ -193,8 +193,7 @@ class RolloutGenerator:
         """Groups that are scored together: all where nothing is generated meanwhile, else at least
         as many as occupy the verifier's workers of all ranks."""
         rollout = self.config.rollout
-        generates_meanwhile = rollout.environment is None and not self.config.agents.is_on
-        if rollout.engine == "embedded" or not generates_meanwhile:
+        if rollout.engine == "embedded" or self.config.samples_are_runs:
             return count
         workers = self.config.data.verifier_workers * group_size(dist.group.WORLD)
         return max(math.ceil(count / _PARTS), math.ceil(workers / rollout.n_samples_per_prompt))

@@ -248,7 +248,7 @@ def _rollout_metrics(run: Components, batch: TrainingBatch, step: int) -> dict[s
     config = run.config
     metrics = sample_metrics(batch, version=step, supervised=config.algorithm.is_supervised)
     metrics |= source_metrics(batch.table, run.prompts.prompts)
-    if config.agents.is_on or config.rollout.environment is not None:
+    if config.samples_are_runs:
         metrics |= agent_metrics(batch)
     return metrics
 

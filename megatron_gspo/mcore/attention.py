@@ -34,7 +34,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron_gspo.mcore.device_copies import copy_to_device
 from megatron_gspo.mcore.gated_delta_net.chunk_layout import ChunkLayout, chunk_layout
-from megatron_gspo.mcore.operators import Permutation, pad_rows, permute, rotate, unpad_rows
+from megatron_gspo.mcore.operators import Permutation, pad_rows, rotate, unpad_rows
 from megatron_gspo.mcore.routing_replay.micro_batch_routes import MicroBatchRoutes
 from megatron_gspo.mcore.sinks import (
     VarlenKernel,
@@ -42,6 +42,7 @@ from megatron_gspo.mcore.sinks import (
     with_sink_dimension,
     with_sink_key,
 )
+from megatron_gspo.mcore.token_copies import copy_tokens
 from megatron_gspo.models.rotary import Rotary
 from megatron_gspo.parallel.context_parallel import (
     all_gather_tokens,
@@ -375,7 +376,7 @@ class PackedAttention(torch.nn.Module):
             key = rotated(key, plan, self.rotary)
         if self.cp_group.size() > 1:
             gathered = all_gather_tokens(torch.cat((key, value), dim=-1), self.cp_group)
-            copies = permute(gathered.flatten(1), plan.key_copies)
+            copies = copy_tokens(gathered.flatten(1), plan.key_copies)
             key, value = copies.unflatten(1, gathered.shape[1:]).split(sizes, dim=-1)
         width = max(sizes)
         attend = self._padded

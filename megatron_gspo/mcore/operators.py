@@ -171,27 +171,6 @@ class Permutation:
         return torch.nn.functional.embedding_bag(self.order, x, self.first, mode="sum")
 
 
-def permute(x: Tensor, permutation: Permutation) -> Tensor:
-    """``permutation.copy`` with a gradient."""
-    return _Permute.apply(x, permutation)
-
-
-class _PermutationContext(AutogradContext, Protocol):
-    permutation: Permutation
-
-
-class _Permute(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: _PermutationContext, x: Tensor, permutation: Permutation) -> Tensor:
-        ctx.permutation = permutation
-        return permutation.copy(x)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: _PermutationContext, grad: Tensor) -> tuple[Tensor, None]:
-        return ctx.permutation.sum(grad.contiguous()), None
-
-
 @dataclass(frozen=True)
 class LowRank(Generic[T]):
     """What is added to each expert's weight: ``b[e] @ a[e]``, with ``a`` [r, in] and ``b``

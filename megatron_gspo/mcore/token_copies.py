@@ -1,4 +1,6 @@
-"""Copies of tokens, one for each of a token's experts, sorted by expert; and their sums."""
+"""Copies of tokens in another order, and their sums: for experts, one for each of a token's experts,
+sorted by expert.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +15,18 @@ from megatron_gspo.kernels import row_kernels_apply
 from megatron_gspo.kernels.operators import copy_rows, sum_rows
 from megatron_gspo.mcore.device_copies import copy_to_device
 from megatron_gspo.parallel.autograd_context import AutogradContext
+
+
+class Copies(Protocol):
+    """Copies of tokens, and their sums; both without a gradient."""
+
+    def copy(self, x: Tensor) -> Tensor:
+        """Tokens [n, d] to copies [copies, d]."""
+        ...
+
+    def sum(self, x: Tensor) -> Tensor:
+        """Copies [copies, d] to the sum of each token's copies, [n, d]."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -81,23 +95,23 @@ class TokenCopies:
         return torch.nn.functional.embedding_bag(self.slot, x, mode="sum")
 
 
-def copy_tokens(x: Tensor, copies: TokenCopies) -> Tensor:
+def copy_tokens(x: Tensor, copies: Copies) -> Tensor:
     """``copies.copy`` with a gradient."""
     return _CopyTokens.apply(x, copies)
 
 
-def sum_copies(x: Tensor, copies: TokenCopies) -> Tensor:
+def sum_copies(x: Tensor, copies: Copies) -> Tensor:
     """``copies.sum`` with a gradient."""
     return _SumCopies.apply(x, copies)
 
 
 class _CopiesContext(AutogradContext, Protocol):
-    copies: TokenCopies
+    copies: Copies
 
 
 class _CopyTokens(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: _CopiesContext, x: Tensor, copies: TokenCopies) -> Tensor:
+    def forward(ctx: _CopiesContext, x: Tensor, copies: Copies) -> Tensor:
         ctx.copies = copies
         return copies.copy(x)
 
@@ -109,7 +123,7 @@ class _CopyTokens(torch.autograd.Function):
 
 class _SumCopies(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: _CopiesContext, x: Tensor, copies: TokenCopies) -> Tensor:
+    def forward(ctx: _CopiesContext, x: Tensor, copies: Copies) -> Tensor:
         ctx.copies = copies
         return copies.sum(x)
 

@@ -83,7 +83,7 @@ def load_tasks(
             given,
             window,
             limit,
-            scored_by_agents=config.scored_by_agents,
+            scored_by_agents=config.samples_are_runs,
         )
         for file in files
     )
@@ -230,7 +230,7 @@ class Scoring(Protocol):
 def _scoring(config: Config, task: Task) -> Iterator[Scoring]:
     """Who scores the samples of a task."""
     data = task.data
-    if config.agents.is_on or config.rollout.environment is not None:
+    if config.samples_are_runs:
         name = "the agent" if config.agents.is_on else f"environment {config.rollout.environment!r}"
         yield _PlayedScores(name, data.verifier_failure_reward)
         return
