@@ -138,6 +138,11 @@ class Case:
     replays: bool = False
     lora: LoRAConfig | None = None
 
+    @property
+    def scenarios(self) -> set[str]:
+        """All whose truth is needed; every launch ends with the samples of ``gspo``."""
+        return {"gspo", self.scored, *(name for name, _ in self.runs)}
+
 
 def case_of(arrangement: Arrangement, among: Sequence[Arrangement] | None = None) -> Case:
     """All weights in an arrangement: every scenario, routing replay with experts, and training.

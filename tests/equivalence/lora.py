@@ -6,13 +6,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 import torch
 
 from megatron_gspo.config import LoRAConfig
 from tests.equivalence.cases import ALL, OPTIMIZER, OPTIMIZER_STEPS, TRAINING
-from tests.equivalence.truth import Truth, expect, scenario_samples
+from tests.equivalence.truth import ModelFiles, Truth, expect, scenario_samples
 from tests.support.peft_reference import adapted, adapter_gradients, adapter_tensors
 from tests.support.transformers_reference import (
     gates_of,
@@ -50,8 +49,9 @@ ADAPTERS = {
 }
 
 
-def save_lora_truth(path: str, kind: Adapted, file: Path) -> str:
-    """Write the truth about the model at ``path`` with random adapters; returns the file."""
+def save_lora_truth(files: ModelFiles, kind: Adapted) -> None:
+    """Write the truth about a model with random adapters."""
+    path = files.path
     model = load_reference(path)
     lora = kind.lora
     names = ["gspo", "grpo", *(["grpo, replayed"] if gates_of(model) else [])]
@@ -68,5 +68,5 @@ def save_lora_truth(path: str, kind: Adapted, file: Path) -> str:
     training = naive_training(
         model, TRAINING.objective, mini_batches, OPTIMIZER, OPTIMIZER_STEPS, tensors
     )
-    torch.save(Truth(scenarios, mini_batches, training, adapters=before, base_log_probs=base), file)
-    return str(file)
+    rest = Truth({}, mini_batches, training, adapters=before, base_log_probs=base)
+    files.save(scenarios, rest)

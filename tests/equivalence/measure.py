@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.equivalence.cases import ALL, BRANCHED, REPLAYED, SCENARIOS, Case, case_of, lora_case
+from tests.equivalence.cases import Case, case_of, lora_case
 from tests.equivalence.layouts import MEASURED, Arrangement
 from tests.equivalence.lora import ADAPTERS, save_lora_truth
 from tests.equivalence.run import Errors, run_case
-from tests.equivalence.truth import save_truth
+from tests.equivalence.truth import ModelFiles
 from tests.support.distributed import run_distributed
 from tests.support.tiny_models import YARN, save_tiny_model
 
@@ -41,30 +41,20 @@ DENSE_MODELS = {name for name, facts in MODELS.items() if facts["kind"] in ("den
 
 
 class Models:
-    """Model directories with their reference files, each made on first use."""
+    """Model directories and the folders of their truth, each made on first use."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._made: dict[str, tuple[str, str]] = {}
+        self._made: dict[str, ModelFiles] = {}
 
-    def __call__(self, name: str) -> tuple[str, str]:
+    def __call__(self, name: str) -> ModelFiles:
         """A model of `MODELS`, or one with the truth about adapters of `ADAPTERS`."""
-        if name in self._made:
-            return self._made[name]
-        if name in ADAPTERS:
-            kind = ADAPTERS[name]
-            path = save_tiny_model(self._folder / name, **MODELS[kind.model])
-            self._made[name] = path, save_lora_truth(path, kind, self._folder / f"{name}.pt")
-        else:
-            path = save_tiny_model(self._folder / name, **MODELS[name])
-            scenarios = (
-                SCENARIOS | BRANCHED
-                if name in DENSE_MODELS
-                else ALL
-                if name == "moe"
-                else SCENARIOS | REPLAYED
-            )
-            self._made[name] = path, save_truth(path, self._folder / f"{name}.pt", tuple(scenarios))
+        if name not in self._made:
+            kind = ADAPTERS[name].model if name in ADAPTERS else name
+            path = save_tiny_model(self._folder / name, **MODELS[kind])
+            self._made[name] = ModelFiles(path, self._folder / f"{name}_truth")
+            if name in ADAPTERS:
+                save_lora_truth(self._made[name], ADAPTERS[name])
         return self._made[name]
 
 
@@ -78,10 +68,10 @@ def case_for(name: str, arrangement: Arrangement) -> Case:
     )
 
 
-def launch(model: tuple[str, str], case: Case) -> list[Errors]:
+def launch(model: ModelFiles, case: Case) -> list[Errors]:
     """Run a case in as many processes as it has ranks; each rank's errors."""
-    path, truth = model
-    return run_distributed(run_case, case.arrangement.world_size, path, case, truth)
+    model.make(case.scenarios)
+    return run_distributed(run_case, case.arrangement.world_size, model, case)
 
 
 def worst_of(ranks: list[Errors]) -> Errors:

@@ -61,7 +61,7 @@ def measure(arrangements: dict[str, list[Arrangement]], console: Console) -> Ite
                 )
                 progress.advance(task)
             if model not in ADAPTERS:
-                defects[model] = measure_defects(models(model)[0])
+                defects[model] = measure_defects(models(model).path)
             yield {
                 "versions": {
                     name: version(name) for name in ("megatron-core", "torch", "transformers")

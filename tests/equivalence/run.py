@@ -11,7 +11,6 @@ from types import MappingProxyType
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from megatron_gspo.algorithms import finish_metrics
@@ -46,7 +45,7 @@ from tests.equivalence.cases import (
 )
 from tests.equivalence.first_update import check_first_update
 from tests.equivalence.replay import compare_recorded, held_by, route_shape
-from tests.equivalence.truth import Expected, Truth
+from tests.equivalence.truth import Expected, ModelFiles, Truth
 from tests.support.configs import model_config
 from tests.support.gathered import everywhere, values_of
 from tests.support.transformers_reference import worst_error
@@ -78,9 +77,10 @@ class Errors:
             self.add(kind, error, f"{where}, {location}")
 
 
-def run_case(rank: int, world_size: int, path: str, case: Case, truth_file: str) -> Errors:
+def run_case(rank: int, world_size: int, model: ModelFiles, case: Case) -> Errors:
     """The errors of one rank."""
-    truth: Truth = torch.load(truth_file, weights_only=False)
+    path = model.path
+    truth = model.read(case.scenarios)
     groups = initialize(case.arrangement.layout(), seed=1)
     errors = Errors()
     policy = _build(path, case, groups, truth, distributed_optimizer=False)

@@ -15,6 +15,7 @@ from tests.equivalence.cases import OTHERS, Case, case_of
 from tests.equivalence.layouts import DENSE, FAMILIES, LANGUAGE_MODELS, LORA, MOE, Arrangement
 from tests.equivalence.measure import Models, case_for, launch
 from tests.equivalence.tolerances import OF_EXPERTS, OF_LORA, TOLERANCES
+from tests.equivalence.truth import ModelFiles
 
 SINGLE = Arrangement()
 TP2 = Arrangement(tensor=2, sequence_parallel=True)
@@ -26,7 +27,7 @@ def models(tmp_path_factory):
     return Models(tmp_path_factory.mktemp("models"))
 
 
-def check(model: tuple[str, str], case: Case) -> None:
+def check(model: ModelFiles, case: Case) -> None:
     ranks = launch(model, case)
     wrong = [
         f"rank {rank}: {kind} is off by {error:.1e} ({where})"

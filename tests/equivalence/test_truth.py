@@ -13,11 +13,11 @@ from megatron_gspo.algorithms import Objective
 from tests.algorithms.reference import Batch
 from tests.equivalence.cases import OPTIMIZER, OTHERS, SCENARIOS, TRAINING
 from tests.equivalence.defects import measure_defects
-from tests.equivalence.layouts import FAMILIES, LANGUAGE_MODELS
+from tests.equivalence.layouts import FAMILIES, LANGUAGE_MODELS, MEASURED
 from tests.equivalence.lora import ADAPTERS
-from tests.equivalence.measure import DENSE_MODELS, MODELS, Models
+from tests.equivalence.measure import DENSE_MODELS, MODELS, Models, case_for
 from tests.equivalence.tolerances import TOLERANCES
-from tests.equivalence.truth import Truth, expect, find_truth
+from tests.equivalence.truth import expect, find_truth
 from tests.support.tiny_models import save_tiny_model
 from tests.support.transformers_reference import gates_of, is_sigmoid, load_reference
 
@@ -77,7 +77,8 @@ def test_every_parameter_has_a_gradient_that_an_error_can_be_measured_by(truth):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ADAPTERS)
 def test_every_adapter_has_a_gradient_that_an_error_can_be_measured_by(name, tmp_path):
-    truth: Truth = torch.load(Models(tmp_path)(name)[1], weights_only=False)
+    scenarios = case_for(name, MEASURED[name][0]).scenarios
+    truth = Models(tmp_path)(name).read(scenarios)
     for scenario, expected in truth.scenarios.items():
         norms = torch.stack([gradient.norm() for gradient in expected.gradients.values()])
         # Of many small matrices some have few tokens.

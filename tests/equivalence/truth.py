@@ -1,10 +1,10 @@
 """Reference results of every scenario, by Transformers and naive loops in float64, computed
-once and kept in a file.
+once and kept in files.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -34,13 +34,13 @@ from tests.support.transformers_reference import (
     gates_of,
     give_random_routes,
     is_sigmoid,
+    joined,
     load_reference,
     naive_metrics,
     naive_training,
     observe_routers,
     response_divergence,
-    response_log_probs,
-    whole_batch,
+    score,
     without_gradient,
 )
 
@@ -64,7 +64,7 @@ class Expected:
 
 @dataclass(frozen=True)
 class Truth:
-    """All that a model's launches are compared with. ``routers``: what they do with the samples of
+    """What a model's launches are compared with. ``routers``: what they do with the samples of
     ``gspo`` under ``NOISE``. ``adapters``: the first values, and ``base_log_probs`` of ``gspo``'s
     samples without them.
     """
@@ -80,6 +80,17 @@ class Truth:
 def scenario_samples(
     model: torch.nn.Module, scenario: Scenario, seed: int = SEED, scale: int = 1
 ) -> list[Sample]:
+    """The samples of a scenario, with old log-probs a little off the model's."""
+    samples = unscored_samples(model, scenario, seed, scale)
+    with torch.no_grad():
+        scored = score(model, samples, scenario.temperature)
+    return with_old_log_probs(samples, values_of(scored), scenario.spread, seed + 1, outlier=3)
+
+
+def unscored_samples(
+    model: torch.nn.Module, scenario: Scenario, seed: int = SEED, scale: int = 1
+) -> list[Sample]:
+    """The samples of a scenario, without old log-probs."""
     samples = make_samples(
         seed,
         8,
@@ -92,11 +103,12 @@ def scenario_samples(
         samples = with_branches(samples, seed)
     if scenario.replay:
         give_random_routes(model, samples, seed)
-    with torch.no_grad():
-        log_probs = [
-            response_log_probs(model, sample, scenario.temperature)[0].numpy() for sample in samples
-        ]
-    return with_old_log_probs(samples, log_probs, scenario.spread, seed + 1, outlier=3)
+    return samples
+
+
+def values_of(scored: Sequence[tuple[Tensor, Tensor]]) -> list[np.ndarray]:
+    """The log-probs of `score`, without their gradient."""
+    return [log_probs.detach().numpy() for log_probs, _ in scored]
 
 
 def expect(
@@ -106,9 +118,12 @@ def expect(
     gradients_of: Callable[..., dict[str, Tensor]] = checkpoint_gradients,
 ) -> Expected:
     """The truth of one scenario; ``scale``: of `make_samples`."""
-    samples = scenario_samples(model, scenario, scale=scale)
+    samples = unscored_samples(model, scenario, scale=scale)
     model.zero_grad()
-    batch = whole_batch(model, samples, scenario.temperature)
+    # One pass gives the log-probs of the loss and those that the old ones are a little off.
+    scored = score(model, samples, scenario.temperature)
+    samples = with_old_log_probs(samples, values_of(scored), scenario.spread, SEED + 1, outlier=3)
+    batch = joined(samples, scored)
     teacher: dict[str, np.ndarray] = {}
     if scenario.distillation is not None:
         teacher = teacher_columns(samples, model.config.vocab_size)
@@ -148,16 +163,55 @@ def find_truth(path: str, names: Sequence[str] = tuple(SCENARIOS)) -> Truth:
     """Everything that is expected of the model at ``path``."""
     model = load_reference(path)
     scenarios = {name: expect(model, ALL[name]) for name in names}
+    return replace(find_rest(model, scenarios["gspo"].samples), scenarios=scenarios)
+
+
+def find_rest(model: torch.nn.Module, samples: Sequence[Sample]) -> Truth:
+    """All but the scenarios. The model is trained in place. samples: of ``gspo``."""
     gates = gates_of(model)
     noise = None if any(map(is_sigmoid, gates)) else NOISE
-    routers = observe_routers(model, scenarios["gspo"].samples, noise) if gates else None
+    routers = observe_routers(model, samples, noise) if gates else None
     mini_batches = [scenario_samples(model, TRAINING, seed) for seed in (10, 11, 12)]
     model.zero_grad()
     training = naive_training(model, TRAINING.objective, mini_batches, OPTIMIZER, OPTIMIZER_STEPS)
-    return Truth(scenarios, mini_batches, training, routers)
+    return Truth({}, mini_batches, training, routers)
 
 
-def save_truth(path: str, file: Path, names: Sequence[str] = tuple(SCENARIOS)) -> str:
-    """Write the truth about the model at ``path``; returns the file, for the ranks to read."""
-    torch.save(find_truth(path, names), file)
-    return str(file)
+@dataclass(frozen=True)
+class ModelFiles:
+    """A model's directory and the folder of its truth: a file a scenario and one of the rest."""
+
+    path: str
+    folder: Path
+
+    @property
+    def _rest(self) -> Path:
+        return self.folder / "rest.pt"
+
+    def _scenario(self, name: str) -> Path:
+        return self.folder / f"{name}.pt"
+
+    def make(self, names: Iterable[str]) -> None:
+        """Compute these scenarios and the rest, unless they are there already."""
+        absent = [name for name in names if not self._scenario(name).exists()]
+        if absent:
+            model = load_reference(self.path)
+            self.save({name: expect(model, ALL[name]) for name in absent})
+        if not self._rest.exists():
+            model = load_reference(self.path)
+            self.save({}, find_rest(model, scenario_samples(model, ALL["gspo"])))
+
+    def save(self, scenarios: dict[str, Expected], rest: Truth | None = None) -> None:
+        self.folder.mkdir(exist_ok=True)
+        for name, expected in scenarios.items():
+            torch.save(expected, self._scenario(name))
+        if rest is not None:
+            torch.save(rest, self._rest)
+
+    def read(self, names: Iterable[str]) -> Truth:
+        """The rest and these scenarios."""
+        rest = torch.load(self._rest, weights_only=False)
+        scenarios = {
+            name: torch.load(self._scenario(name), weights_only=False) for name in sorted(names)
+        }
+        return replace(rest, scenarios=scenarios)

@@ -3,7 +3,7 @@
     torchrun --nproc-per-node 2 -m tests.gpu.layouts MODELS OUT
 
 MODELS is a JSON file: by name of ``MEASURED`` in tests/equivalence/layouts.py, the model and the
-file of its truth. Writes this rank's errors as OUT/RANK.json: by model, layout and kind, the error
+folder of its truth. Writes this rank's errors as OUT/RANK.json: by model, layout and kind, the error
 and where it was met.
 """
 
@@ -25,7 +25,7 @@ from tests.equivalence.layouts import Arrangement
 from tests.equivalence.lora import ADAPTERS, save_lora_truth
 from tests.equivalence.measure import DENSE_MODELS, MODELS
 from tests.equivalence.run import run_case
-from tests.equivalence.truth import save_truth
+from tests.equivalence.truth import ModelFiles
 from tests.support.tiny_models import save_tiny_model
 
 SCENARIOS = ("gspo", "grpo, replayed")
@@ -42,7 +42,7 @@ LAYOUTS = {
 }
 
 LayoutErrors = dict[str, dict[str, tuple[float, str]]]
-Files = tuple[str, str]  # a model and its truth
+Files = tuple[str, str]  # a model and the folder of its truth
 
 
 def has_experts(name: str) -> bool:
@@ -57,13 +57,14 @@ def scenarios_of(name: str) -> tuple[str, ...]:
 
 def save_files(name: str, folder: Path) -> Files:
     """Write a model and its truth to a folder."""
-    model = folder / name
-    truth = folder / f"{name}.pt"
+    kind = ADAPTERS[name].model if name in ADAPTERS else name
+    path = save_tiny_model(folder / name, **MODELS[kind])
+    files = ModelFiles(path, folder / f"{name}_truth")
     if name in ADAPTERS:
-        path = save_tiny_model(model, **MODELS[ADAPTERS[name].model])
-        return path, save_lora_truth(path, ADAPTERS[name], truth)
-    path = save_tiny_model(model, **MODELS[name])
-    return path, save_truth(path, truth, scenarios_of(name))
+        save_lora_truth(files, ADAPTERS[name])
+    else:
+        files.make(scenarios_of(name))
+    return path, str(files.folder)
 
 
 def case_of(name: str, arrangement: Arrangement) -> Case:
@@ -86,11 +87,12 @@ def errors_of(
     rank: int, world_size: int, name: str, files: Files, layouts: Sequence[str]
 ) -> LayoutErrors:
     """Of this rank, with a model in some layouts of as many processes."""
-    path, truth = files
+    path, folder = files
+    model = ModelFiles(path, Path(folder))
     errors = {}
     for layout in layouts:
         case = case_of(name, LAYOUTS[world_size][layout])
-        errors[layout] = run_case(rank, world_size, path, case, truth).worst
+        errors[layout] = run_case(rank, world_size, model, case).worst
         shutdown(keep_distributed=True)
     return errors
 

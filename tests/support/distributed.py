@@ -16,6 +16,7 @@ many cases a call.
 
 import faulthandler
 import functools
+import gc
 import multiprocessing
 import os
 import signal
@@ -169,6 +170,8 @@ def _child(
     backend: str,
 ) -> None:
     os.setsid()  # so that what it starts can be killed with it
+    # A collection would walk through all that the server has imported, and copy its pages.
+    gc.freeze()
     stack = open(Path(folder) / f"stack_{rank}", "w")
     faulthandler.dump_traceback_later(timeout, exit=True, file=stack)
     torch.set_num_threads(1)

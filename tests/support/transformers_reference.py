@@ -36,10 +36,10 @@ class DoublePrecision(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if any(isinstance(x, Tensor) and x.dtype is torch.float64 for x in args[:1]):
+        if args and isinstance(args[0], Tensor) and args[0].dtype is torch.float64:
             if func is Tensor.float:
                 return args[0]
-            args = tuple(_not_float32(x) for x in args)
+            args = tuple([_not_float32(x) for x in args])
             kwargs = {name: _not_float32(x) for name, x in kwargs.items()}
         return func(*args, **kwargs)
 
@@ -146,9 +146,20 @@ def whole_batch(
     """All responses of a mini-batch end to end; ``log_probs`` and ``entropy`` carry their
     gradient to the model.
     """
-    scored = [response_log_probs(model, sample, temperature) for sample in samples]
+    return joined(samples, score(model, samples, temperature))
 
-    def joined(name: str) -> Tensor:
+
+def score(
+    model: torch.nn.Module, samples: Sequence[Sample], temperature: float
+) -> list[tuple[Tensor, Tensor]]:
+    """`response_log_probs` of each sample."""
+    return [response_log_probs(model, sample, temperature) for sample in samples]
+
+
+def joined(samples: Sequence[Sample], scored: Sequence[tuple[Tensor, Tensor]]) -> loops.Batch:
+    """The batch of samples whose log-probs and entropies are known."""
+
+    def column(name: str) -> Tensor:
         return torch.from_numpy(
             np.concatenate([getattr(sample, name) for sample in samples]).astype(np.float64)
         )
@@ -156,14 +167,14 @@ def whole_batch(
     lengths = torch.tensor([sample.response_length for sample in samples])
     return loops.Batch(
         log_probs=torch.cat([log_probs for log_probs, _ in scored]),
-        old_log_probs=joined("old_log_probs"),
-        rollout_log_probs=joined(
+        old_log_probs=column("old_log_probs"),
+        rollout_log_probs=column(
             "old_log_probs" if samples[0].rollout_log_probs is None else "rollout_log_probs"
         ),
-        ref_log_probs=joined("ref_log_probs"),
+        ref_log_probs=column("ref_log_probs"),
         entropy=torch.cat([entropy for _, entropy in scored]),
-        advantages=joined("advantages"),
-        loss_mask=joined("loss_mask").float(),
+        advantages=column("advantages"),
+        loss_mask=column("loss_mask").float(),
         segment_ids=torch.arange(len(samples)).repeat_interleave(lengths),
         num_segments=len(samples),
     )
