@@ -44,7 +44,9 @@ def rehearsed_ops(sizes: Any, has_varlen: bool) -> dict[str, list[Any]]:
         from megatron_gspo.tools.rehearse.fake_world import fake_world
 
         with (
-            mock.patch.object(attention, "_HAS_VARLEN", has_varlen),  # as the torch of the results
+            mock.patch.object(
+                attention, "_has_varlen_options", lambda: has_varlen
+            ),  # as the torch of the results
             fused_functions(gpu.host),
             fake_world(0, 1, gpu.collectives),
             torch.autograd.set_multithreading_enabled(False),

@@ -2,9 +2,9 @@
 
 Upstream: megatron-core 0.16.1 to 0.19.2 name the device in literals (``device="cuda"``,
 ``torch.cuda.current_device()``), use CUDA streams and CUDA random state, let the distributed
-optimizer accept parameters by their CUDA type name, and take the optimizer kernels of Transformer
-Engine or Apex where one is installed. Delete when: Megatron-Core takes its device from the tensors
-or the process group.
+optimizer accept parameters by their CUDA type name, take the optimizer kernels of Transformer
+Engine or Apex where one is installed, and import torch's compiler for kernels of a GPU. Delete
+when: Megatron-Core takes its device from the tensors or the process group.
 
 Does nothing where CUDA is available. Not patched: graphs, fused kernels (they need a GPU).
 """
@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -109,8 +110,24 @@ def _patch_torch() -> None:
         torch.cuda.Stream = _Stream  # type: ignore[misc, assignment]
 
 
+@contextlib.contextmanager
+def _without_compiler() -> Iterator[None]:
+    """Within the context ``torch.compile`` returns the function itself.
+
+    Megatron decorates its fused GPU kernels with it, which imports the whole compiler: two seconds
+    of CPU time in each process, for functions that are not called on a CPU.
+    """
+    compile_function = torch.compile
+    torch.compile = lambda function: function  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        torch.compile = compile_function
+
+
 def _patch_megatron() -> None:
-    import megatron.core.tensor_parallel.random as random
+    with _without_compiler():
+        import megatron.core.tensor_parallel.random as random
 
     replace(random, "_get_cuda_rng_state", lambda _: lambda *args, **kwargs: torch.get_rng_state())
     replace(

@@ -20,7 +20,7 @@ import inspect
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 
 import torch
 import torch.nn.functional as F
@@ -29,7 +29,6 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.nn.attention import varlen
 from torch.utils.checkpoint import checkpoint
 
 from megatron_gspo.mcore.device_copies import copy_to_device
@@ -58,10 +57,6 @@ _BUCKET_RATIO = 1.25
 _MASK_ELEMENTS = 2**23
 # Queries of a block under a window, at least: one of a few queries would be slow.
 _BLOCK_QUERIES = 64
-# torch < 2.12 lacks some of these options.
-_HAS_VARLEN = {"scale", "window_size", "enable_gqa"} <= inspect.signature(
-    varlen.varlen_attn
-).parameters.keys()
 # Flash attention's largest head, and what its head sizes are multiples of.
 _FLASH_HEAD_SIZE = 256
 _FLASH_HEAD_MULTIPLE = 8
@@ -315,12 +310,22 @@ def takes_varlen(device: torch.device, dtype: torch.dtype, head_size: int) -> bo
     of these kinds.
     """
     return (
-        _HAS_VARLEN
-        and device.type == "cuda"
+        device.type == "cuda"
         and dtype in (torch.bfloat16, torch.float16)
         and head_size <= _FLASH_HEAD_SIZE
         and torch.cuda.get_device_capability(device) >= (8, 0)
+        and _has_varlen_options()
     )
+
+
+@cache
+def _has_varlen_options() -> bool:
+    """Whether torch's kernel has the options that are used here; that of torch < 2.12 has not."""
+    # Not imported at the top: with it comes torch's compiler, half a second of every start.
+    from torch.nn.attention.varlen import varlen_attn
+
+    options = inspect.signature(varlen_attn).parameters
+    return {"scale", "window_size", "enable_gqa"} <= options.keys()
 
 
 class PackedAttention(torch.nn.Module):
@@ -402,7 +407,9 @@ class PackedAttention(torch.nn.Module):
         if self.sinks is not None:
             kernel = VarlenKernel(*lengths, self.softmax_scale, window)
             return sink_attention(query, key, value, self.sinks, kernel)
-        out = varlen.varlen_attn(
+        from torch.nn.attention.varlen import varlen_attn
+
+        out = varlen_attn(
             query,
             key,
             value,

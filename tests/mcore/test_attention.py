@@ -270,7 +270,7 @@ def run_path(path: str, case: Case, group: Any) -> dict[str, float]:
         mock.patch.object(
             module, "_MASK_ELEMENTS", 64 if path == "blocks" else module._MASK_ELEMENTS
         ),
-        mock.patch.object(module, "varlen", SimpleNamespace(varlen_attn=kernel)),
+        mock.patch("torch.nn.attention.varlen.varlen_attn", kernel),
         mock.patch.object(module, "VarlenKernel", NaiveKernel),
     ):
         errors = run(case, group)
@@ -347,9 +347,9 @@ def test_the_variable_length_kernel_is_chosen_where_it_exists(
     device, dtype, head_size, capability, expected
 ):
     with mock.patch("torch.cuda.get_device_capability", return_value=capability):
-        with mock.patch.object(module, "_HAS_VARLEN", True):
+        with mock.patch.object(module, "_has_varlen_options", lambda: True):
             assert takes_varlen(torch.device(device), dtype, head_size) == expected
-        with mock.patch.object(module, "_HAS_VARLEN", False):
+        with mock.patch.object(module, "_has_varlen_options", lambda: False):
             assert not takes_varlen(torch.device(device), dtype, head_size)
 
 
