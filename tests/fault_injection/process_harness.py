@@ -9,7 +9,6 @@ and ended.
 from __future__ import annotations
 
 import contextlib
-import gc
 import json
 import os
 import signal
@@ -197,7 +196,6 @@ def _rank(
     arguments: list[str], folder: str, rank: int, environment: dict[str, str], target: Target | None
 ) -> None:
     """One rank, in a process of its own: the command line's ``main`` under a tripwire."""
-    gc.freeze()  # what the server has imported: a collection, as before a save, would copy all its memory
     os.setpgid(0, 0)
     log = os.open(Path(folder) / f"log_{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for stream in (1, 2):

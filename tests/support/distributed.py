@@ -16,7 +16,6 @@ many cases a call.
 
 import faulthandler
 import functools
-import gc
 import multiprocessing
 import os
 import signal
@@ -109,7 +108,7 @@ def fork_server() -> Any:
     if "megatron_gspo.mcore" in sys.modules:
         # Imports Megatron, as all of mcore does.
         preloaded.append("megatron_gspo.mcore.process_groups")
-    context.set_forkserver_preload(preloaded)
+    context.set_forkserver_preload([*preloaded, "tests.support.frozen_heap"])
     return context
 
 
@@ -170,8 +169,6 @@ def _child(
     backend: str,
 ) -> None:
     os.setsid()  # so that what it starts can be killed with it
-    # A collection would walk through all that the server has imported, and copy its pages.
-    gc.freeze()
     stack = open(Path(folder) / f"stack_{rank}", "w")
     faulthandler.dump_traceback_later(timeout, exit=True, file=stack)
     torch.set_num_threads(1)

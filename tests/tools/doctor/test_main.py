@@ -2,49 +2,72 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
+import json
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from megatron_gspo.tools.doctor.__main__ import parse
+from megatron_gspo.tools.doctor.__main__ import check, parse
+from tests.support.distributed import end_process, fork_server
 from tests.support.ports import free_port
 
 ROOT = Path(__file__).parents[3]
 TP2 = "parallel.tensor_model_parallel_size=2"
 
 
-def start(*arguments: str, **environment: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "megatron_gspo.tools.doctor", *arguments]
-    added = {
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": str(ROOT),
-        "GLOO_SOCKET_IFNAME": "lo",
-        **environment,
-    }
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    return subprocess.Popen(command, text=True, env={**os.environ, **added}, **pipes)
+def run_doctors(*calls: tuple[tuple[str, ...], dict[str, str]]) -> list[tuple[int, str]]:
+    """(exit code, output) of the command for each pair of arguments and environment, all at once,
+    in processes of their own.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        files = [Path(folder) / str(index) for index in range(len(calls))]
+        processes = [
+            fork_server().Process(target=_doctor, args=(file, *call))
+            for file, call in zip(files, calls, strict=True)
+        ]
+        try:
+            for process in processes:
+                process.start()
+            for process in processes:
+                process.join(300)
+        finally:
+            for process in processes:
+                end_process(process)
+        return [tuple(json.loads(file.read_text())) for file in files]
+
+
+def _doctor(file: Path, arguments: tuple[str, ...], environment: dict[str, str]) -> None:
+    os.setsid()
+    os.environ.update(environment)
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output):
+        code = check(list(arguments))
+    file.write_text(json.dumps([code, output.getvalue()]))
+    os._exit(0)  # as the command does: threads of groups with lost peers may never end
 
 
 def launch(*arguments: tuple[str, ...], world: int = 2) -> list[tuple[int, str]]:
     """(exit code, output) of a rank for each of ``arguments``."""
     port = str(free_port())
     address = {"WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    ranks = [
-        start(*given, RANK=str(rank), LOCAL_RANK=str(rank), **address)
-        for rank, given in enumerate(arguments)
-    ]
-    outputs = [rank.communicate(timeout=300) for rank in ranks]
-    return [(rank.returncode, output[0]) for rank, output in zip(ranks, outputs, strict=True)]
+    return run_doctors(
+        *(
+            (given, {"RANK": str(rank), "LOCAL_RANK": str(rank), **address})
+            for rank, given in enumerate(arguments)
+        )
+    )
 
 
 def alone(*arguments: str) -> tuple[int, str]:
-    process = start(*arguments)
-    output, _ = process.communicate(timeout=300)
-    return process.returncode, output
+    [result] = run_doctors((arguments, {}))
+    return result
 
 
 def test_the_machine_alone() -> None:
@@ -83,7 +106,7 @@ def test_two_ranks(config_file: Callable[..., Path], tmp_path: Path) -> None:
     first, second = launch(arguments, arguments)
     assert first[0] < 2 and second == (first[0], "")
     by_check = {line.split()[1]: line for line in first[1].splitlines()}
-    for check in (
+    for name in (
         "groups.tp",
         "groups.world",
         "model.weights",
@@ -91,7 +114,7 @@ def test_two_ranks(config_file: Callable[..., Path], tmp_path: Path) -> None:
         "ranks.all",
         "ranks.versions",
     ):
-        assert by_check[check].startswith("ok "), check
+        assert by_check[name].startswith("ok "), name
     assert "1 group of 2 over gloo, exact" in by_check["groups.tp"]
     assert not (tmp_path / "run").exists()
 
@@ -111,11 +134,12 @@ def test_a_rank_that_does_not_come() -> None:
 
 
 def test_a_launch_without_numbers() -> None:
-    process = start(WORLD_SIZE="two")
-    output, errors = process.communicate(timeout=300)
-    assert process.returncode == 2 and output == ""
+    command = [sys.executable, "-m", "megatron_gspo.tools.doctor"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "WORLD_SIZE": "two"}
+    process = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+    assert process.returncode == 2 and process.stdout == ""
     assert (
-        errors.splitlines()[-1]
+        process.stderr.splitlines()[-1]
         == "error: WORLD_SIZE=two is not a number; start with torchrun, which sets it"
     )
 
