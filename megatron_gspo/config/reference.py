@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 
 from megatron_gspo.config.fields import Key, keys
 
@@ -76,6 +77,6 @@ def _row(key: Key) -> str:
         f"`{_leaf(key)}`",
         _type(key),
         f"`{key.default}`" if key.default != "required" else "required",
-        key.description,
+        re.sub(r"docs/(\w+)\.md", r"[\1](\1.md)", key.description),
     )
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
