@@ -31,9 +31,7 @@ class Objective:
     """
 
     importance_sampling_level: ImportanceSamplingLevel
-    """What a ratio covers: a token, a response (`sequence` and, with clipped token ratios,
-    `geometric_mean`), or a response with an advantage per token (`sequence_token`). `none` has no
-    ratio."""
+    """What a ratio covers (docs/algorithms.md): a token or a response; `none` has no ratio."""
 
     loss_agg_mode: LossAggMode
     """How the losses of tokens are averaged (docs/algorithms.md)."""
@@ -112,8 +110,8 @@ class Objective:
     """Lambda of `gae`, from 0 (one step) to 1 (all later rewards)."""
 
     advantage_std: AdvantageStd = "sample"
-    """Standard deviation that divides a group's rewards (with `gae` all advantages): over n - 1
-    (`sample`), n (`population`) or `none`."""
+    """Standard deviation that divides a group's rewards (with `gae` all advantages), over n - 1
+    (`sample`) or n (`population`)."""
 
     advantage_baseline: AdvantageBaseline = "mean"
     """Baseline of a reward: its group's `mean`, or the mean of the others (`leave_one_out`)."""

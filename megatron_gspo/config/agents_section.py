@@ -20,10 +20,9 @@ class AgentsConfig:
     function: UserPath | None = None
     """Import path of a Python function that is the agent, in place of `command`."""
     external: bool = False
-    """Whether runners that connect by themselves play the runs, in place of `command`."""
+    """Whether runners that connect by themselves play the runs (docs/agents.md)."""
     python: UserPath | None = None
-    """Interpreter that runs `function`, of an environment with the agent's packages; null is the
-    trainer's."""
+    """Interpreter that runs `function`, with the agent's packages; null is the trainer's."""
     env: dict[str, str] = field(default_factory=dict)
     """Further environment variables of the agent (docs/agents.md)."""
     concurrent_runs: Annotated[int, Ge(1)] = 64
@@ -42,11 +41,11 @@ class AgentsConfig:
     max_run_tokens: Annotated[int, Ge(2)] | None = None
     """Tokens of all branches of a run; null is what a micro-batch holds."""
     thinking: Literal["template", "keep"] = "template"
-    """Whether earlier reasoning leaves the prompt as the chat template says, which begins a new
-    branch, or stays; also for environments with tools."""
+    """Whether earlier reasoning leaves the prompt as the chat template says, or stays; also for
+    environments with tools."""
     renderer: str | None = None
-    """Renderer of the package `renderers` for the model's messages, e.g. qwen3; null is the
-    tokenizer's chat template. Also for environments with tools."""
+    """Name in the package `renderers`, e.g. glm-4.5; null is the tokenizer's chat template.
+    Also for environments with tools."""
     listen: str = "127.0.0.1"
     """Address of the endpoint. Agents on other machines need another one than the loopback."""
 

@@ -19,8 +19,7 @@ class DistillationConfig(Distillation):
     teacher: UserPath | None = None
     """Hugging Face directory of the teacher, with the policy's tokenizer; null trains without."""
     urls: tuple[str, ...] = ()
-    """URLs of running servers of the teacher, as http://host:port, which then score; empty: the
-    trainer loads it."""
+    """URLs of running servers of the teacher, as http://host:port; empty: the trainer loads it."""
     engine: Literal["sglang", "vllm"] = "sglang"
     """Engine of these servers."""
     api_key_file: UserPath | None = None
@@ -32,8 +31,8 @@ class DistillationConfig(Distillation):
     forward_weight: Annotated[float, Ge(0), Le(1)] = 0.0
     """Share of the forward KL in the divergence: 0 is the reverse KL, 1 the forward KL."""
     top_k: Annotated[int, Ge(0)] = 0
-    """Ids per position, the teacher's most likely, whose terms are summed exactly; the sampled token
-    estimates those of the others."""
+    """The teacher's most likely ids per position whose terms are summed exactly
+    (docs/distillation.md)."""
 
     @property
     def is_on(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 
 from megatron_gspo.config.fields import Key, keys
 
@@ -31,8 +32,8 @@ This page lists every config key. `make docs` writes it from the fields in `mega
 
 A config is one YAML file. `key.sub=value` on the command line overrides it; the value is read as YAML (`'[1, 4]'` is a
 list). Unknown keys, wrong types (`"8"` is not `8`) and contradictions stop the run before any allocation. Paths are
-relative to the working directory; `~`, `$NAME` and `${NAME}` in them are expanded. A default of `null` means that
-`null` is allowed. The `config.yaml` of a finished run is a config too.
+relative to the working directory; `~`, `$NAME` and `${NAME}` in them are expanded. A type is left out where the
+default shows it. A default of `null` means that `null` is allowed. The `config.yaml` of a finished run is a config too.
 """
 
 
@@ -40,13 +41,20 @@ def markdown(model: type) -> str:
     """The text of docs/config.md."""
     lines = [_INTRO.rstrip()]
     section_of_row: dict[str, str] = {}
+    known_keys: set[str] = set()
     for section, section_keys in itertools.groupby(keys(model), key=_section):
         title = f"## {section}" if section else "## Top level"
         lines += ["", title, "", "| key | type | default | meaning |", "| --- | --- | --- | --- |"]
         repeated: dict[str, list[str]] = {}
         for key in section_keys:
             row = _row(key)
-            earlier = section_of_row.setdefault(row, section)
+            enclosing = section.rpartition(".")[0]
+            # A null of a subsection stands for the key of that name around it (`data.sources`).
+            if key.default == "null" and f"{enclosing}.{_leaf(key)}" in known_keys:
+                earlier = enclosing
+            else:
+                earlier = section_of_row.setdefault(row, section)
+            known_keys.add(key.name)
             if earlier == section:
                 lines.append(row)
             else:
@@ -66,9 +74,15 @@ def _leaf(key: Key) -> str:
 
 
 def _type(key: Key) -> str:
-    """The type in the words of a table; a default of null says that null is allowed."""
+    """The type in the words of a table, without what the default shows."""
     text = key.type.replace("true or false", "boolean").replace("one of ", "")
-    return text.removesuffix(" or null") if key.default == "null" else text
+    if key.default == "null":
+        return text.removesuffix(" or null")
+    if key.default in ("true", "false"):
+        return text.removeprefix("boolean")
+    if key.default[:1].isdigit():
+        return re.sub("^(integer|number) ?", "", text)
+    return text
 
 
 def _row(key: Key) -> str:
@@ -76,6 +90,6 @@ def _row(key: Key) -> str:
         f"`{_leaf(key)}`",
         _type(key),
         f"`{key.default}`" if key.default != "required" else "required",
-        key.description,
+        re.sub(r"docs/(\w+)\.md", r"[\1](\1.md)", key.description),
     )
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"

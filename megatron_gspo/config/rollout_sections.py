@@ -128,8 +128,7 @@ class RoutingConfig:
     compare_rollout: bool = False
     """Request the rollout engine's routes, for routing/rollout_flip_rate; r3 always does."""
     perturbation: UserPath | None = None
-    """Import path of a function that changes which experts are chosen, in the trainer and in an
-    embedded engine (docs/extending.md)."""
+    """Import path of a function that changes which experts are chosen (docs/extending.md)."""
     perturbation_options: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of every call of `perturbation`."""
 

@@ -103,8 +103,7 @@ class SGLangConfig(ServerConfig):
 
     adapter_transports: ClassVar[tuple[str, ...]] = ("disk", "tensor")
     weight_transport: Literal["distributed", "tensor", "disk", "ipc"] = "distributed"
-    """Weights to servers by broadcast in a process group (`distributed`), HTTP (`tensor`), files
-    (`disk`) or memory handles within a node (`ipc`)."""
+    """How servers get weights (docs/sglang.md)."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,5 +1,5 @@
 """What keeps the prefix: ten forms in which a policy writes a reply, which no client sends back as
-it was written, and three messages that may follow (the table of docs/agents.md)."""
+it was written, and three messages that may follow (docs/agents.md has a summary)."""
 
 from __future__ import annotations
 
