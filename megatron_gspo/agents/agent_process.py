@@ -71,17 +71,27 @@ class _RunsElsewhere:
 class _Playing:
     """Runs that were asked for together.
 
-    paused_seconds: that the process knows of. failure: why they have no samples, or why the
-    generator has failed. calls: on their way. over: is set when the process plays them no more.
+    paused_seconds: that the process knows of. calls: on their way. generator_failure: of the first
+    call that has failed. over: is set when the process plays them no more; samples, failure: how
+    that ended.
     """
 
     generator: Generator
     paused_seconds: float
     runs: _RunsElsewhere = field(default_factory=_RunsElsewhere)
+    calls: set[asyncio.Task[None]] = field(default_factory=set)
+    generator_failure: Exception | None = None
+    over: asyncio.Event = field(default_factory=asyncio.Event)
     samples: list[Sample] = field(default_factory=list)
     failure: Exception | None = None
-    calls: set[asyncio.Task[None]] = field(default_factory=set)
-    over: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def end(self, samples: Sequence[Sample] = (), failure: Exception | None = None) -> None:
+        """The process has sent the samples or failed."""
+        for call in self.calls:
+            call.cancel()
+        self.samples = list(samples)
+        self.failure = failure
+        self.over.set()
 
 
 class AgentProcess:
@@ -142,10 +152,6 @@ class AgentProcess:
             self._send(Stop(number))
             await playing.over.wait()
             raise
-        finally:
-            del self._playings[number]
-            for call in playing.calls:
-                call.cancel()
         if playing.failure is not None:
             raise playing.failure
         return playing.samples
@@ -203,7 +209,7 @@ class AgentProcess:
             call = asyncio.ensure_future(self._generate(playing, message))
             self._calls[message.call] = call
             playing.calls.add(call)
-            call.add_done_callback(lambda call: self._forget(playing, message.call, call))
+            call.add_done_callback(lambda _: self._forget(playing, message.call))
         elif isinstance(message, Withdrawn):
             if message.call in self._calls:
                 self._calls[message.call].cancel()
@@ -212,16 +218,13 @@ class AgentProcess:
             runs.oldest_version = message.oldest_version
             runs.num_tokens = message.num_tokens
         elif isinstance(message, Played):
-            playing = self._playings[message.playing]
-            playing.samples = message.samples
-            playing.over.set()
+            self._playings.pop(message.playing).end(message.samples)
         elif isinstance(message, Failed):
-            playing = self._playings[message.playing]
+            playing = self._playings.pop(message.playing)
             # The generator's error is the cause, with its class and its traceback.
-            playing.failure = playing.failure or _error_of(message)
-            playing.over.set()
+            playing.end(failure=playing.generator_failure or _error_of(message))
         elif isinstance(message, Stopped):
-            self._playings[message.playing].over.set()
+            self._playings.pop(message.playing).end()
 
     async def _generate(self, playing: _Playing, call: Generate) -> None:
         limits = CallLimits(call.max_tokens, call.stop)
@@ -230,14 +233,13 @@ class AgentProcess:
                 call.prompt, limits, seed=call.seed, routes_start=call.routes_start
             )
         except Exception as error:
-            playing.failure = playing.failure or error
+            playing.generator_failure = playing.generator_failure or error
             self._send(NotGenerated(call.call, isinstance(error, EngineError), str(error)))
         else:
             self._send(Generated(call.call, generation))
 
-    def _forget(self, playing: _Playing, number: int, call: asyncio.Task[None]) -> None:
-        del self._calls[number]
-        playing.calls.discard(call)
+    def _forget(self, playing: _Playing, number: int) -> None:
+        playing.calls.discard(self._calls.pop(number))
 
     async def _tell_pauses(self) -> None:
         """Keep the process informed of `Generator.paused_seconds`."""
@@ -257,10 +259,8 @@ class AgentProcess:
 
     async def _fail_playings(self) -> None:
         reason = await self._why_it_ended()
-        for playing in self._playings.values():
-            if not playing.over.is_set():
-                playing.failure = EngineError(reason)
-                playing.over.set()
+        while self._playings:
+            self._playings.popitem()[1].end(failure=EngineError(reason))
 
     async def _why_it_ended(self) -> str:
         await asyncio.to_thread(self._end)

@@ -7,6 +7,7 @@ it with all agents and verifiers when the trainer has died.
 
 from __future__ import annotations
 
+import signal
 import socket
 import sys
 
@@ -17,6 +18,8 @@ from megatron_gspo.terminal import outlive_terminal
 def main() -> None:
     """Host agents until the trainer closes the connection."""
     outlive_terminal()
+    # Schedulers may send it to all processes of a job: it asks the trainer to save.
+    signal.signal(signal.SIGUSR1, lambda *_: None)
     descriptor = int(sys.argv[1])
     fork_worker(int(sys.argv[2]), descriptor)
     # The keeper has nothing of this in its memory.

@@ -33,7 +33,7 @@ from tests.support.waiting import wait_for
 
 # One process serves several tests, so the data say what each agent does.
 STEPS = ("sh", "-c", f"exec {sys.executable} {AGENT} $STEPS")
-PROGRAM = AgentProgram(STEPS, ENV | {"STEPS": "{metadata.steps}"}, run_timeout=5.0, kill_after=0.5)
+PROGRAM = AgentProgram(STEPS, ENV | {"STEPS": "{metadata.steps}"}, run_timeout=300.0, kill_after=0.5)
 
 
 def settings(**others: object) -> HostSettings:
@@ -122,8 +122,10 @@ async def test_it_plays_as_a_host_in_this_process(tmp_path: Path) -> None:
 
 @in_event_loop
 async def test_errors_are_those_of_the_generator_and_pauses_stop_the_clock() -> None:
-    async with hosting() as process:
+    agent = functools.partial(AgentProgram, **(vars(PROGRAM) | {"run_timeout": 2.0}))
+    async with hosting(agent=agent) as process:
         failing = scripted()
+        failing.paused = True
         error = EngineError("out of memory")
         failing.failures = [error]
         with pytest.raises(EngineError) as raised:
@@ -135,7 +137,9 @@ async def test_errors_are_those_of_the_generator_and_pauses_stop_the_clock() -> 
                 raise KeyError("a bug")
 
         with pytest.raises(KeyError, match="a bug"):
-            await process.samples([request(steps="call")], Bug(TOKENIZER, reply), 40)
+            bug = Bug(TOKENIZER, reply)
+            bug.paused = True
+            await process.samples([request(steps="call")], bug, 40)
 
         paused = scripted()
         paused.paused = True
@@ -143,12 +147,12 @@ async def test_errors_are_those_of_the_generator_and_pauses_stop_the_clock() -> 
         playing = asyncio.ensure_future(
             process.samples([request(steps="call reward=1")], paused, 40)
         )
-        await asyncio.sleep(7.0)  # run_timeout is 5 s
+        await asyncio.sleep(3.0)  # run_timeout is 2 s
         paused.gate.set()
         [sample] = await playing
         assert sample.reward == 1.0
-        [sample] = await process.samples([request(steps="call hang")], scripted(), 40)
-        assert sample.metadata[FAILURE].startswith("timeout: ")
+        [sample] = await process.samples([request(steps="hang")], scripted(), 40)
+        assert sample.metadata[FAILURE].startswith("error: the agent made no call")
 
 
 def test_settings_that_can_t_be_used_are_refused() -> None:
