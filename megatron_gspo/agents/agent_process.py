@@ -301,7 +301,7 @@ def _started_process() -> tuple[subprocess.Popen[bytes], socket.socket]:
 
 def _end_line(code: int) -> str:
     """What the end of the process is for the run."""
-    how = f"exit code {code}" if code >= 0 else f"killed by {signal.Signals(-code).name}"
+    how = f"exit code {code}, see above" if code >= 0 else f"killed by {signal.Signals(-code).name}"
     return (
         f"agents: the process that hosts them has ended ({how}); start the training again, which"
         " plays their runs anew"

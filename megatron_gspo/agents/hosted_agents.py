@@ -56,7 +56,7 @@ class _HostedAgents:
 
     def __init__(self) -> None:
         self._frames = Frames(self._receive, self._on_lost)
-        self._started: asyncio.Future[Start] = asyncio.get_running_loop().create_future()
+        self._started: asyncio.Future[Start | None] = asyncio.get_running_loop().create_future()
         self._over = asyncio.Event()
         self._playings: dict[int, asyncio.Task[None]] = {}
         self._trainer = _Trainer(self._send)
@@ -66,8 +66,11 @@ class _HostedAgents:
         loop = asyncio.get_running_loop()
         await loop.create_unix_connection(lambda: self._frames, sock=connection)
         log_to(_LinesToTrainer(loop, self._send))
+        start = await self._started
+        if start is None:
+            return
         try:
-            self._host = _built_host(await self._started)
+            self._host = _built_host(start)
         except UserError as error:
             self._send(Refused(str(error)))
         else:
@@ -102,7 +105,8 @@ class _HostedAgents:
     def _on_lost(self) -> None:
         """The trainer has died."""
         self._over.set()
-        self._started.cancel()
+        if not self._started.done():
+            self._started.set_result(None)
 
     async def _play(self, message: Play) -> None:
         playing = message.playing

@@ -33,7 +33,9 @@ from tests.support.waiting import wait_for
 
 # One process serves several tests, so the data say what each agent does.
 STEPS = ("sh", "-c", f"exec {sys.executable} {AGENT} $STEPS")
-PROGRAM = AgentProgram(STEPS, ENV | {"STEPS": "{metadata.steps}"}, run_timeout=300.0, kill_after=0.5)
+PROGRAM = AgentProgram(
+    STEPS, ENV | {"STEPS": "{metadata.steps}"}, run_timeout=300.0, kill_after=0.5
+)
 
 
 def settings(**others: object) -> HostSettings:
