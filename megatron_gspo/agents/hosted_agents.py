@@ -38,6 +38,7 @@ from megatron_gspo.agents.process_messages import (
     Withdrawn,
     encode,
 )
+from megatron_gspo.data.sample import Sample
 from megatron_gspo.errors import EngineError, InputError, UserError
 from megatron_gspo.terminal import log_to
 
@@ -58,7 +59,7 @@ class _HostedAgents:
         self._frames = Frames(self._receive, self._on_lost)
         self._started: asyncio.Future[Start | None] = asyncio.get_running_loop().create_future()
         self._over = asyncio.Event()
-        self._playings: dict[int, asyncio.Task[None]] = {}
+        self._playings: dict[int, asyncio.Task[list[Sample]]] = {}
         self._trainer = _Trainer(self._send)
 
     async def serve(self, connection: socket.socket) -> None:
@@ -91,9 +92,7 @@ class _HostedAgents:
         if isinstance(message, Generated | NotGenerated | Paused):
             self._trainer.take(message)
         elif isinstance(message, Play):
-            if not self._playings:
-                _seed_generators(message)
-            self._playings[message.playing] = asyncio.ensure_future(self._play(message))
+            self._play(message)
         elif isinstance(message, Stop):
             if message.playing in self._playings:
                 self._playings[message.playing].cancel()
@@ -108,36 +107,47 @@ class _HostedAgents:
         if not self._started.done():
             self._started.set_result(None)
 
-    async def _play(self, message: Play) -> None:
-        playing = message.playing
+    def _play(self, message: Play) -> None:
+        number = message.playing
+        if not self._playings:
+            _seed_generators(message)
+        self._trainer.paused_seconds[number] = message.paused_seconds
+        self._playings[number] = asyncio.ensure_future(self._samples(message))
+        # Also of one that is stopped before it has begun.
+        self._playings[number].add_done_callback(lambda ended: self._answer(number, ended))
+
+    async def _samples(self, message: Play) -> list[Sample]:
         runs: list[OpenRun] = []
 
         def tell() -> None:
             versions = [run.oldest_version for run in runs if run.oldest_version is not None]
             num_tokens = sum(run.num_tokens for run in runs)
-            self._send(Progress(playing, min(versions, default=None), num_tokens))
+            self._send(Progress(message.playing, min(versions, default=None), num_tokens))
 
-        self._trainer.paused_seconds[playing] = message.paused_seconds
-        try:
-            with single_error():
-                samples = await self._host.samples(
-                    message.requests,
-                    _TrainerGenerator(self._trainer, playing),
-                    message.max_call_length,
-                    opened=runs,
-                    changed=tell,
-                )
-            answer: HostMessage = Played(playing, samples)
-        except asyncio.CancelledError:
-            answer = Stopped(playing)
-        except UserError as error:
+        with single_error():
+            return await self._host.samples(
+                message.requests,
+                _TrainerGenerator(self._trainer, message.playing),
+                message.max_call_length,
+                opened=runs,
+                changed=tell,
+            )
+
+    def _answer(self, number: int, ended: asyncio.Task[list[Sample]]) -> None:
+        """Tell the trainer how a playing has ended."""
+        del self._playings[number]
+        del self._trainer.paused_seconds[number]
+        if ended.cancelled():
+            self._send(Stopped(number))
+            return
+        error = ended.exception()
+        if error is None:
+            self._send(Played(number, ended.result()))
+        elif isinstance(error, UserError):
             kind = "input" if isinstance(error, InputError) else "run"
-            answer = Failed(playing, kind, str(error))
-        except Exception:
-            answer = Failed(playing, "bug", traceback.format_exc())
-        self._send(answer)
-        del self._playings[playing]
-        del self._trainer.paused_seconds[playing]
+            self._send(Failed(number, kind, str(error)))
+        else:
+            self._send(Failed(number, "bug", "".join(traceback.format_exception(error))))
 
 
 class _Trainer:

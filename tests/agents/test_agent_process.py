@@ -120,6 +120,11 @@ async def test_it_plays_as_a_host_in_this_process(tmp_path: Path) -> None:
         assert not psutil.pid_exists(pid), "its agent has ended"
         [runs] = opened
         assert (runs.oldest_version, runs.num_tokens) == (None, 0)
+        waiting = asyncio.ensure_future(process.samples([ask], unwanted, 40))
+        await asyncio.sleep(0)  # it is stopped before it begins
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
 
 
 @in_event_loop
