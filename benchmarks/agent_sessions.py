@@ -8,6 +8,9 @@ Each waits most of the time, as for its tools: it makes a call every 10 s, so th
 second. A call adds a tool's result of about 60 tokens to a history of up to 16 turns. The step is a
 forward and backward pass of a tiny model in the main thread, with one thread of torch.
 
+On busy cores the step waits for a core too. The time in which it is blocked, as by the interpreter's
+lock, leaves that out.
+
     OMP_NUM_THREADS=1 python benchmarks/agent_sessions.py
 """
 
@@ -193,7 +196,8 @@ def training_step(folder: str) -> Any:
 class Measurement:
     """Turns with and without agents. calls, engine: seconds of the calls as the agents see them,
     and of the fake engine alone. cpu_per_call, hosting_cpu_per_call: of the trainer's threads but
-    the main one, and of the process that hosts the agents."""
+    the main one, and of the process that hosts the agents. blocked: seconds a step in which the main
+    thread neither runs nor waits for a core, with agents (True) and without."""
 
     def __init__(
         self, control: Connection, hosted: Hosted, hosting: list[psutil.Process], *, seconds: float
@@ -203,6 +207,7 @@ class Measurement:
         self.engine: list[float] = []
         self.cpu_per_call: list[float] = []
         self.hosting_cpu_per_call: list[float] = []
+        self.blocked: dict[bool, list[float]] = {True: [], False: []}
         self._control = control
         self._hosted = hosted
         self._hosting = hosting
@@ -215,6 +220,7 @@ class Measurement:
             self._control.send(True)
         cpu = time.process_time() - time.thread_time()
         hosting_cpu = self._hosting_seconds()
+        scheduled = _scheduled_seconds()
         start = time.perf_counter()
         count = 0
         while time.perf_counter() - start < self._seconds:
@@ -223,7 +229,8 @@ class Measurement:
             else:
                 work()
             count += 1
-        seconds = (time.perf_counter() - start) / count
+        seconds = time.perf_counter() - start
+        self.blocked[agents].append((seconds - (_scheduled_seconds() - scheduled)) / count)
         cpu = time.process_time() - time.thread_time() - cpu
         hosting_cpu = self._hosting_seconds() - hosting_cpu
         if agents:
@@ -235,7 +242,7 @@ class Measurement:
                 self.cpu_per_call.append(cpu / len(calls))
                 self.hosting_cpu_per_call.append(hosting_cpu / len(calls))
             time.sleep(1.0)  # for calls that are under way
-        return seconds
+        return seconds / count
 
     def report(self, what: str) -> None:
         """Print the calls."""
@@ -250,6 +257,12 @@ class Measurement:
 
     def _hosting_seconds(self) -> float:
         return sum(sum(process.cpu_times()[:2]) for process in self._hosting)
+
+
+def _scheduled_seconds() -> float:
+    """Seconds in which this thread has run or has waited for a core."""
+    running, waiting, _ = Path("/proc/thread-self/schedstat").read_text().split()
+    return (int(running) + int(waiting)) / 1e9
 
 
 def main() -> None:
@@ -301,6 +314,8 @@ def measure(args: argparse.Namespace, folder: Path) -> None:
     busy.report("the trainer works")
     ratio = statistics.median(a / b for a, b in zip(taken["with"], taken["without"], strict=True))
     say(f"a step of {1e3 * statistics.median(taken['without']):.0f} ms takes {ratio:.3f} times it")
+    blocked, blocked_alone = (1e3 * statistics.median(busy.blocked[on]) for on in (True, False))
+    say(f"it is blocked for {blocked:.1f} ms, and for {blocked_alone:.1f} ms without agents")
     ours.send(None)
     agents.join()
     hosted.close()
