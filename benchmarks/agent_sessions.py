@@ -1,10 +1,15 @@
-"""What 200 agents at the same time cost: the latency that the endpoint adds to a call, its CPU time,
-and how much slower a training step in the same process becomes.
+"""What 200 agents at the same time cost: the latency that the endpoint adds to a call, the CPU time
+of a call in the trainer and in the process that hosts the agents, and how much slower a training
+step becomes.
 
-The engine is a fake that replies after a fixed time with 64 tokens. Agents live in another process.
+The engine is a fake in the trainer that replies after a fixed time with 64 tokens. Agents are
+runners in another process, which keep their runs.
 Each waits most of the time, as for its tools: it makes a call every 10 s, so that 200 make 20 a
 second. A call adds a tool's result of about 60 tokens to a history of up to 16 turns. The step is a
 forward and backward pass of a tiny model in the main thread, with one thread of torch.
+
+On busy cores the step waits for a core too. The time in which it is blocked, as by the interpreter's
+lock, leaves that out.
 
     OMP_NUM_THREADS=1 python benchmarks/agent_sessions.py
 """
@@ -13,13 +18,14 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import multiprocessing
 import random
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -28,6 +34,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import aiohttp
 import numpy as np
+import psutil
 
 from benchmarks.common import by_turns, hardware, say
 
@@ -60,18 +67,21 @@ class FakeEngine:
         return reply
 
 
-def play_agents(control: Connection, runs: Sequence[tuple[str, str]], period: float) -> None:
-    """Agents, in a process of their own. control: True lets them work, False makes them wait and is
-    answered with the seconds of their calls, None ends them. period: seconds from call to call."""
-    asyncio.run(_agents(control, runs, period))
+def play_agents(control: Connection, address_file: Path, count: int, period: float) -> None:
+    """Agents, in a process of their own. control: gets the word when all have a run; True lets them
+    work, False makes them wait and is answered with the seconds of their calls, None ends them.
+    period: seconds from call to call."""
+    asyncio.run(_agents(control, address_file, count, period))
 
 
-async def _agents(control: Connection, runs: Sequence[tuple[str, str]], period: float) -> None:
+async def _agents(control: Connection, address_file: Path, count: int, period: float) -> None:
     seconds: list[float] = []
     working = asyncio.Event()
     limits = aiohttp.ClientTimeout(total=600)
     connector = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(connector=connector, timeout=limits) as session:
+        runs = [await _claimed(session, address_file) for _ in range(count)]
+        control.send("all have a run")
         agents = [
             asyncio.ensure_future(_agent(session, url, key, period, working, seconds))
             for url, key in runs
@@ -85,6 +95,19 @@ async def _agents(control: Connection, runs: Sequence[tuple[str, str]], period: 
                 control.send(list(seconds))
         for agent in agents:
             agent.cancel()
+
+
+async def _claimed(session: aiohttp.ClientSession, address_file: Path) -> tuple[str, str]:
+    """Address and key of a run."""
+    while True:
+        if address_file.exists():
+            address = json.loads(address_file.read_text())
+            headers = {"Authorization": f"Bearer {address['key']}"}
+            async with session.post(f"{address['url']}/tasks/claim", headers=headers) as answer:
+                task = (await answer.json())["task"]
+            if task is not None:
+                return task["base_url"], task["key"]
+        await asyncio.sleep(0.1)
 
 
 async def _agent(
@@ -115,36 +138,45 @@ async def _agent(
         messages.append(answer["choices"][0]["message"])
 
 
-class Endpoint:
-    """An endpoint with open runs, in an event loop of its own, as in a trainer."""
+def host_settings(address_file: Path, num_runs: int) -> tuple[Any, int]:
+    """(`HostSettings` of runs that last, end token)."""
+    from megatron_gspo.agents.agent_run import RunLimits
+    from megatron_gspo.agents.host_settings import HostSettings, Runners
+    from megatron_gspo.agents.rendering import TemplateRendering
+    from tests.support.chat_tokenizer import chat_tokenizer
 
-    def __init__(self, num_runs: int) -> None:
-        from megatron_gspo.agents.agent_run import RunLimits
-        from megatron_gspo.agents.endpoint import AgentEndpoint
-        from megatron_gspo.agents.rendering import TemplateRendering
+    tokenizer = chat_tokenizer()
+    end_token = tokenizer.eos_token_id
+    most = 10**9
+    settings = HostSettings(
+        partial(TemplateRendering, tokenizer, [end_token]),
+        Runners(address_file, lease=most, run_timeout=most),
+        RunLimits(max_calls=most, max_run_tokens=most),
+        concurrent_runs=num_runs,
+    )
+    return settings, end_token
+
+
+class Hosted:
+    """Open runs and the fake engine, whose calls come to an event loop as in a trainer."""
+
+    def __init__(self, host: Any, end_token: int, num_runs: int) -> None:
+        """host: a `RunHost`."""
+        from megatron_gspo.agents.agent_host import RunRequest
+        from megatron_gspo.data.sample import Prompt
         from megatron_gspo.servers.http_client import EventLoop
-        from tests.support.chat_tokenizer import chat_tokenizer
 
-        tokenizer = chat_tokenizer()
-        end_token = tokenizer.eos_token_id
         self.engine = FakeEngine(end_token)
-        self.loop = EventLoop()
-        self.endpoint = AgentEndpoint(TemplateRendering(tokenizer, [end_token]))
-        most = 10**9
-        limits = RunLimits(max_calls=most, max_run_tokens=most)
-        self.loop.run(self.endpoint.start())
-        opened = [self._open(limits, seed) for seed in range(num_runs)]
-        self.runs = [(self.endpoint.base_url(run), run.key) for run in opened]
-
-    def _open(self, limits: Any, seed: int) -> Any:
-        async def open_run() -> Any:
-            return self.endpoint.open_run(self.engine, limits, seed=seed)
-
-        return self.loop.run(open_run())
+        self._host = host
+        self._loop = EventLoop()
+        prompts = [Prompt(i, np.array([1]), "a task") for i in range(num_runs)]
+        requests = [RunRequest(prompt, 0, seed=0) for prompt in prompts]
+        self._playing = self._loop.spawn(host.samples(requests, self.engine, 4096))
 
     def close(self) -> None:
-        self.loop.run(self.endpoint.close())
-        self.loop.close()
+        self._playing.cancel()
+        self._loop.run(self._host.close())
+        self._loop.close()
 
 
 def training_step(folder: str) -> Any:
@@ -163,22 +195,32 @@ def training_step(folder: str) -> Any:
 
 class Measurement:
     """Turns with and without agents. calls, engine: seconds of the calls as the agents see them,
-    and of the fake engine alone."""
+    and of the fake engine alone. cpu_per_call, hosting_cpu_per_call: of the trainer's threads but
+    the main one, and of the process that hosts the agents. blocked: seconds a step in which the main
+    thread neither runs nor waits for a core, with agents (True) and without."""
 
-    def __init__(self, control: Connection, endpoint: Endpoint, *, seconds: float) -> None:
+    def __init__(
+        self, control: Connection, hosted: Hosted, hosting: list[psutil.Process], *, seconds: float
+    ) -> None:
+        """hosting: the processes that host the agents."""
         self.calls: list[float] = []
         self.engine: list[float] = []
         self.cpu_per_call: list[float] = []
+        self.hosting_cpu_per_call: list[float] = []
+        self.blocked: dict[bool, list[float]] = {True: [], False: []}
         self._control = control
-        self._endpoint = endpoint
+        self._hosted = hosted
+        self._hosting = hosting
         self._seconds = seconds
 
     def turn(self, work: Any, *, agents: bool) -> float:
         """Mean seconds of a piece of work over a turn. work: None waits."""
-        self._endpoint.engine.seconds.clear()
+        self._hosted.engine.seconds.clear()
         if agents:
             self._control.send(True)
         cpu = time.process_time() - time.thread_time()
+        hosting_cpu = self._hosting_seconds()
+        scheduled = _scheduled_seconds()
         start = time.perf_counter()
         count = 0
         while time.perf_counter() - start < self._seconds:
@@ -187,25 +229,40 @@ class Measurement:
             else:
                 work()
             count += 1
-        seconds = (time.perf_counter() - start) / count
+        seconds = time.perf_counter() - start
+        self.blocked[agents].append((seconds - (_scheduled_seconds() - scheduled)) / count)
         cpu = time.process_time() - time.thread_time() - cpu
+        hosting_cpu = self._hosting_seconds() - hosting_cpu
         if agents:
             self._control.send(False)
             calls = self._control.recv()
             self.calls += calls
-            self.engine += self._endpoint.engine.seconds
+            self.engine += self._hosted.engine.seconds
             if calls:
                 self.cpu_per_call.append(cpu / len(calls))
+                self.hosting_cpu_per_call.append(hosting_cpu / len(calls))
             time.sleep(1.0)  # for calls that are under way
-        return seconds
+        return seconds / count
 
     def report(self, what: str) -> None:
         """Print the calls."""
         added = statistics.median(self.calls) - statistics.median(self.engine)
+        ours = statistics.median(self.cpu_per_call)
+        others = statistics.median(self.hosting_cpu_per_call)
         say(
             f"{what}: {len(self.calls)} calls, {1e3 * added:.1f} ms added at the median,"
-            f" {1e3 * statistics.median(self.cpu_per_call):.1f} ms of CPU a call"
+            f" {1e3 * ours:.2f} ms of the trainer's CPU a call and {1e3 * others:.1f} ms of the"
+            " hosting process"
         )
+
+    def _hosting_seconds(self) -> float:
+        return sum(sum(process.cpu_times()[:2]) for process in self._hosting)
+
+
+def _scheduled_seconds() -> float:
+    """Seconds in which this thread has run or has waited for a core."""
+    running, waiting, _ = Path("/proc/thread-self/schedstat").read_text().split()
+    return (int(running) + int(waiting)) / 1e9
 
 
 def main() -> None:
@@ -218,36 +275,50 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=8, help="(default: %(default)s)")
     parser.add_argument("--seconds", type=float, default=10.0, help="a turn (default: %(default)s)")
     args = parser.parse_args()
-    endpoint = Endpoint(args.sessions)
+    with tempfile.TemporaryDirectory() as folder:
+        measure(args, Path(folder))
+
+
+def measure(args: argparse.Namespace, folder: Path) -> None:
+    """Print the measurements."""
+    from megatron_gspo.agents.agent_process import AgentProcess
+
+    address_file = folder / "address.json"
+    settings, end_token = host_settings(address_file, args.sessions)
+    process = AgentProcess(settings)
+    hosting = psutil.Process(process.process_id).children()
+    hosted = Hosted(process, end_token, args.sessions)
     ours, theirs = multiprocessing.Pipe()
     context = multiprocessing.get_context("spawn")
     agents = context.Process(
-        target=play_agents, args=(theirs, endpoint.runs, args.period), daemon=True
+        target=play_agents, args=(theirs, address_file, args.sessions, args.period), daemon=True
     )
     agents.start()
-    with tempfile.TemporaryDirectory() as folder:
-        step = training_step(folder)
-        step()
-        machine = hardware()
-        say(f"{machine['cpu']}, {machine['cores']} cores, load {machine['load_average']:.1f}")
-        idle = Measurement(ours, endpoint, seconds=2 * args.seconds)
-        idle.turn(None, agents=True)
-        idle.report("the trainer waits")
-        busy = Measurement(ours, endpoint, seconds=args.seconds)
-        taken = by_turns(
-            {
-                "with": lambda: busy.turn(step, agents=True),
-                "without": lambda: busy.turn(step, agents=False),
-            },
-            repeats=args.turns,
-            seconds=600.0,
-        )
+    ours.recv()
+    step = training_step(str(folder / "model"))
+    step()
+    machine = hardware()
+    say(f"{machine['cpu']}, {machine['cores']} cores, load {machine['load_average']:.1f}")
+    idle = Measurement(ours, hosted, hosting, seconds=2 * args.seconds)
+    idle.turn(None, agents=True)
+    idle.report("the trainer waits")
+    busy = Measurement(ours, hosted, hosting, seconds=args.seconds)
+    taken = by_turns(
+        {
+            "with": lambda: busy.turn(step, agents=True),
+            "without": lambda: busy.turn(step, agents=False),
+        },
+        repeats=args.turns,
+        seconds=600.0,
+    )
     busy.report("the trainer works")
     ratio = statistics.median(a / b for a, b in zip(taken["with"], taken["without"], strict=True))
     say(f"a step of {1e3 * statistics.median(taken['without']):.0f} ms takes {ratio:.3f} times it")
+    blocked, blocked_alone = (1e3 * statistics.median(busy.blocked[on]) for on in (True, False))
+    say(f"it is blocked for {blocked:.1f} ms, and for {blocked_alone:.1f} ms without agents")
     ours.send(None)
     agents.join()
-    endpoint.close()
+    hosted.close()
 
 
 if __name__ == "__main__":

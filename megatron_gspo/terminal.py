@@ -39,6 +39,12 @@ def get_logger(name: str) -> logging.Logger:
     return logging.getLogger(name)
 
 
+def log_to(handler: logging.Handler) -> None:
+    """From now on the package's records go to this handler, and not to standard error."""
+    package = get_logger(_PACKAGE)
+    package.handlers = [handler]
+
+
 class TerminalHandler(logging.Handler):
     """Writes each record's message as one line on standard error, without control characters.
 

@@ -58,6 +58,7 @@ PARTS = {
     # Most of their time is the start of processes: ranks, workers, servers, sandboxes.
     "processes": (
         "tests/agents/test_agent_host.py",
+        "tests/agents/test_agent_process.py",
         "tests/agents/test_agent_session.py",
         "tests/environments/test_episode_engine.py",
         "tests/examples/test_noise_calibration.py",

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -46,6 +47,17 @@ class RunRequest:
         }
 
 
+class OpenRun(Protocol):
+    """What a run, or several, have so far: tokens of delivered replies, and the oldest weight
+    version among the trained ones, None without any."""
+
+    @property
+    def oldest_version(self) -> int | None: ...
+
+    @property
+    def num_tokens(self) -> int: ...
+
+
 class AgentHost:
     """See the module. Coroutines run in one event loop, in which the endpoint listens."""
 
@@ -75,12 +87,14 @@ class AgentHost:
         generator: Generator,
         max_call_length: int,
         *,
-        opened: list[AgentRun] | None = None,
+        opened: list[OpenRun] | None = None,
+        changed: Callable[[], None] = lambda: None,
     ) -> list[Sample]:
         """Play runs at the same time; their samples, in order.
 
         max_call_length: tokens of a reply. opened: gets the runs as they begin; one that begins
-        anew takes the place of the earlier. Raises what the generator raises: a run can't go on
+        anew takes the place of the earlier. changed: is called after each change of what they have.
+        Raises what the generator raises: a run can't go on
         without its reply, so all are ended.
         """
         async with self._starting:
@@ -91,7 +105,7 @@ class AgentHost:
         limits = replace(self._limits, max_call_length=max_call_length)
         async with asyncio.TaskGroup() as group:
             runs = [
-                group.create_task(self._sample(request, generator, limits, opened))
+                group.create_task(self._sample(request, generator, limits, opened, changed))
                 for request in requests
             ]
         return [run.result() for run in runs]
@@ -101,7 +115,8 @@ class AgentHost:
         request: RunRequest,
         generator: Generator,
         limits: RunLimits,
-        opened: list[AgentRun],
+        opened: list[OpenRun],
+        changed: Callable[[], None],
     ) -> Sample:
         run: AgentRun | None = None
 
@@ -110,9 +125,14 @@ class AgentHost:
             if run is not None:
                 opened.remove(run)
             run = self._endpoint.open_run(
-                generator, limits, seed=request.run_seed, takes_rewards=self._verifier is None
+                generator,
+                limits,
+                seed=request.run_seed,
+                takes_rewards=self._verifier is None,
+                on_delivery=changed,
             )
             opened.append(run)
+            changed()
             return run
 
         async with self._free:
@@ -130,3 +150,15 @@ class AgentHost:
         if self._verifier is not None:
             self._verifier.close()
         await self._player.close()
+
+
+@contextlib.contextmanager
+def single_error() -> Iterator[None]:
+    """Raise the first error of a task group in its place."""
+    try:
+        yield
+    except BaseExceptionGroup as group:
+        error: BaseException = group
+        while isinstance(error, BaseExceptionGroup):
+            error = error.exceptions[0]
+        raise error from None

@@ -15,6 +15,7 @@ import math
 import numbers
 import secrets
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -109,8 +110,10 @@ class AgentRun:
         generator: Generator,
         *,
         takes_rewards: bool = True,
+        on_delivery: Callable[[], None] = lambda: None,
     ) -> None:
-        """takes_rewards: whether the agent scores itself."""
+        """takes_rewards: whether the agent scores itself. on_delivery: is called after each
+        delivery."""
         self.number = number
         self.key = secrets.token_hex(16)
         self.session_id = secrets.token_hex(8)
@@ -121,6 +124,7 @@ class AgentRun:
         self.failure: BaseException | None = None
         self.over = asyncio.Event()
         self._takes_rewards = takes_rewards
+        self._on_delivery = on_delivery
         self._limits = limits
         self._rendering = rendering
         self._generator = generator
@@ -133,6 +137,16 @@ class AgentRun:
     def ended(self) -> bool:
         """Whether no call is accepted any more."""
         return self.over.is_set()
+
+    @property
+    def oldest_version(self) -> int | None:
+        """See `OpenRun`."""
+        return self.tree.oldest_version
+
+    @property
+    def num_tokens(self) -> int:
+        """See `OpenRun`."""
+        return sum(len(call.reply.tokens) for call in self.tree.delivered)
 
     @property
     def silence(self) -> float:
@@ -238,6 +252,7 @@ class AgentRun:
         self._last_draws = [other for other in self._last_draws if not other.node.children]
         if draw.node.trained:
             self._last_draws.append(draw)
+        self._on_delivery()
 
     def abandon(self, draw: Draw, consumer: Consumer) -> None:
         """The client has gone before it had the whole reply."""

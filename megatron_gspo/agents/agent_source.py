@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
-from megatron_gspo.agents.agent_host import AgentHost, RunRequest
-from megatron_gspo.agents.agent_run import AgentRun
+from megatron_gspo.agents.agent_host import OpenRun, RunRequest, single_error
 from megatron_gspo.agents.engine_generators import EngineGenerator, ServerGenerator
 from megatron_gspo.agents.generation import Generator
 from megatron_gspo.config import SamplingParams
@@ -30,7 +28,7 @@ def run_requests(
 class AgentEngine(WrappedEngine):
     """`RolloutEngine` whose samples are runs, over one in this process that draws the replies."""
 
-    def __init__(self, engine: RolloutEngine, host: AgentHost, *, max_batch: int) -> None:
+    def __init__(self, engine: RolloutEngine, host: RunHost, *, max_batch: int) -> None:
         """max_batch: replies that are drawn together."""
         super().__init__(engine)
         self.host = host
@@ -58,7 +56,7 @@ class AgentEngine(WrappedEngine):
 
 
 class RunHost(Protocol):
-    """What plays runs: `AgentHost`, or `EpisodeHost` where the agents are environments."""
+    """What plays runs: `AgentProcess`, or `EpisodeHost` where the agents are environments."""
 
     async def samples(
         self,
@@ -67,7 +65,7 @@ class RunHost(Protocol):
         max_response_length: int,
         /,
         *,
-        opened: list[AgentRun] | None = None,
+        opened: list[OpenRun] | None = None,
     ) -> list[Sample]:
         """See `AgentHost.samples`."""
         ...
@@ -109,13 +107,13 @@ class AgentGroup:
         self._generator = ServerGenerator(client, sampling)
         self._requests = run_requests([prompt], sampling, seed)
         self._max_response_length = sampling.max_response_length
-        self._runs: list[AgentRun] = []
+        self._runs: list[OpenRun] = []
         self._samples: list[Sample] = []
 
     @property
     def oldest_version(self) -> int | None:
         """See `OpenGroup.oldest_version`."""
-        versions = [run.tree.oldest_version for run in self._runs]
+        versions = [run.oldest_version for run in self._runs]
         return oldest([*versions, self._generator.oldest_version])
 
     async def play(self) -> None:
@@ -131,18 +129,6 @@ class AgentGroup:
 
     def discard(self) -> int:
         """See `OpenGroup.discard`."""
-        tokens = sum(len(call.reply.tokens) for run in self._runs for call in run.tree.delivered)
+        tokens = sum(run.num_tokens for run in self._runs)
         self._runs.clear()
         return tokens + self._generator.unfinished_tokens
-
-
-@contextlib.contextmanager
-def single_error() -> Iterator[None]:
-    """Raise the first error of a task group in its place."""
-    try:
-        yield
-    except BaseExceptionGroup as group:
-        error: BaseException = group
-        while isinstance(error, BaseExceptionGroup):
-            error = error.exceptions[0]
-        raise error from None

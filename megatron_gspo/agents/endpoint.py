@@ -120,10 +120,16 @@ class AgentEndpoint:
             self._queue.announce(f"http://{name}:{port}")
 
     def open_run(
-        self, generator: Generator, limits: RunLimits, *, seed: int, takes_rewards: bool = True
+        self,
+        generator: Generator,
+        limits: RunLimits,
+        *,
+        seed: int,
+        takes_rewards: bool = True,
+        on_delivery: Callable[[], None] = lambda: None,
     ) -> AgentRun:
         """A new run, whose replies are of `generator`. seed: 62 bits from (seed, prompt, sample).
-        takes_rewards: whether the agent scores itself."""
+        takes_rewards, on_delivery: see `AgentRun`."""
         run = AgentRun(
             self._num_runs,
             seed,
@@ -131,6 +137,7 @@ class AgentEndpoint:
             self._rendering,
             generator,
             takes_rewards=takes_rewards,
+            on_delivery=on_delivery,
         )
         self._runs[run.number] = run
         self._sessions[run.session_id] = run

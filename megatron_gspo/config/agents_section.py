@@ -12,7 +12,7 @@ from megatron_gspo.config.paths import UserPath
 
 @dataclass(frozen=True, kw_only=True)
 class AgentsConfig:
-    """Agents that call the policy through an endpoint in the trainer (docs/agents.md)."""
+    """Agents that call the policy through an endpoint beside the trainer (docs/agents.md)."""
 
     command: tuple[str, ...] = ()
     """Program that is started for each run, and its arguments; {prompt}, {task_file} and other

@@ -111,7 +111,8 @@ class DataConfig:
     verifier_options: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of the verifier, e.g. {style: boxed}."""
     verifier_timeout: Annotated[float, Gt(0)] | None = 10.0
-    """Seconds per response; null runs the verifier in the training process, without a limit."""
+    """Seconds per response; null runs the verifier in the training process, or in that of agents,
+    without a limit."""
     verifier_failure_reward: float | None = None
     """Reward where verification failed; null excludes the response."""
     verifier_workers: Annotated[int, Ge(1)] = 1

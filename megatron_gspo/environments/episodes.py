@@ -16,10 +16,10 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from megatron_gspo.agents.agent_host import RunRequest
+from megatron_gspo.agents.agent_host import OpenRun, RunRequest, single_error
 from megatron_gspo.agents.agent_run import AgentRun, RunLimits
 from megatron_gspo.agents.agent_session import Outcome, finished_run
-from megatron_gspo.agents.agent_source import run_requests, single_error
+from megatron_gspo.agents.agent_source import run_requests
 from megatron_gspo.agents.conversation import Call, CallError, Message, Tool, invalid_request
 from megatron_gspo.agents.dialects import chat
 from megatron_gspo.agents.engine_generators import EngineGenerator
@@ -121,7 +121,7 @@ class EpisodeHost:
         max_response_length: int,
         /,
         *,
-        opened: list[AgentRun] | None = None,
+        opened: list[OpenRun] | None = None,
         rounds: Rounds | None = None,
     ) -> list[Sample]:
         """Play episodes at the same time; their samples, in order.
@@ -149,7 +149,7 @@ class EpisodeHost:
         request: RunRequest,
         generator: Generator,
         max_response_length: int,
-        opened: list[AgentRun],
+        opened: list[OpenRun],
         rounds: Rounds | None,
     ) -> Sample:
         async def step(step_request: StepRequest) -> Reply:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,15 +13,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_gspo.agents.agent_host import AgentHost
+from megatron_gspo.agents.agent_process import AgentProcess
 from megatron_gspo.agents.agent_run import RunLimits
 from megatron_gspo.agents.agent_source import AgentEngine, AgentGroups
-from megatron_gspo.agents.endpoint import AgentEndpoint
 from megatron_gspo.agents.function_program import FunctionProgram
-from megatron_gspo.agents.players import Player, ProgramPlayer, RunnerPlayer
+from megatron_gspo.agents.host_settings import HostSettings, Runners
 from megatron_gspo.agents.rendering import PackageRendering, Rendering, TemplateRendering
-from megatron_gspo.agents.run_queue import RunQueue
-from megatron_gspo.agents.run_verifier import RunVerifier
 from megatron_gspo.agents.runner import CLIENT_ENV, COMMAND_ENV, AgentProgram, Program
 from megatron_gspo.config import Config, ConfigError
 from megatron_gspo.config.agents_section import AgentsConfig
@@ -41,8 +38,8 @@ from megatron_gspo.models import ModelShape, family_of, read_config
 from megatron_gspo.models.adapter_rules import linear_names
 from megatron_gspo.models.model_shape import read_json
 from megatron_gspo.models.peft_files import AdapterFacts
-from megatron_gspo.parallel.rank_zero import run_on_rank_zero
-from megatron_gspo.rewards.scorer import scorer_of
+from megatron_gspo.parallel.rank_zero import run_on_every_rank, run_on_rank_zero
+from megatron_gspo.rewards.scorer import scorer_maker
 from megatron_gspo.rollout.embedded.embedded_engine import EmbeddedEngine
 from megatron_gspo.rollout.embedded.transformers_config import transformers_config
 from megatron_gspo.rollout.engine_protocol import RolloutEngine, end_tokens
@@ -102,8 +99,15 @@ def build_sources(
         return training, in_process(given) if supervised else training
     generates = config.training.only != "train"
     if generates and config.rollout.engine in SERVER_KINDS:
-        kind = group_kind(config, shape, tokenizer, environments)
-        servers = _server_source(config, shape, tokenizer, kind)
+        clients = client_ranks(config)
+        kind = run_on_every_rank(
+            lambda: (
+                group_kind(config, shape, tokenizer, environments)
+                if dist.get_rank() in clients
+                else RESPONSES
+            )
+        )
+        servers = _server_source(config, shape, tokenizer, clients, kind)
         return servers, servers
     demonstrations = DemonstrationEngine(text_encoder(tokenizer), tokenizer.eos_token_id)
     held_out = in_process(embedded_engine(config, shape, tokenizer)) if evaluates else None
@@ -132,7 +136,7 @@ def playing(
 ) -> RolloutEngine:
     """The engine, or one over it whose samples are runs of agents or episodes."""
     if config.agents.is_on:
-        host = agent_host(config, shape, tokenizer)
+        host = agent_process(config, shape, tokenizer)
         return AgentEngine(engine, host, max_batch=config.rollout.max_batch_size)
     if environments is None:
         return engine
@@ -144,7 +148,7 @@ def group_kind(
 ) -> GroupKind:
     """What a group on servers is: responses, runs of agents or episodes."""
     if config.agents.is_on:
-        return AgentGroups(agent_host(config, shape, tokenizer))
+        return AgentGroups(agent_process(config, shape, tokenizer))
     if environments is None:
         return RESPONSES
     return AgentGroups(episode_host(config, shape, tokenizer, environments))
@@ -165,34 +169,31 @@ def response_decoder(config: Config, shape: ModelShape, tokenizer: Any) -> Respo
     return ResponseDecoder(tokenizer, end_ids, keep_special_tokens=config.data.keep_special_tokens)
 
 
-def agent_host(config: Config, shape: ModelShape, tokenizer: Any) -> AgentHost:
-    """What plays the runs of this rank. Raises InputError for a tokenizer that can't render them."""
+def agent_process(config: Config, shape: ModelShape, tokenizer: Any) -> AgentProcess:
+    """The process that plays the runs of this rank, once it is ready. Raises InputError for a
+    tokenizer that can't render them and a verifier that can't be loaded."""
     agents = config.agents
-    rendering = message_rendering(config, shape, tokenizer)
-    queue = None
-    player: Player
-    if agents.external:
-        queue = runner_queue(config)
-        player = RunnerPlayer(queue, run_timeout=agents.run_timeout)
-    else:
-        player = ProgramPlayer(agent_program(agents))
-    return AgentHost(
-        AgentEndpoint(rendering, listen=agents.listen, queue=queue, log=logger.info),
-        player,
-        RunLimits(
-            max_calls=agents.max_calls,
-            max_context=config.max_context,
-            max_run_tokens=config.max_run_tokens,
-        ),
-        concurrent_runs=agents.concurrent_runs,
-        verifier=None if config.data.verifier is None else RunVerifier(scorer_of(config.data)),
+    return AgentProcess(
+        HostSettings(
+            rendering_maker(config, shape, tokenizer),
+            agent_runners(config) if agents.external else program_maker(agents),
+            RunLimits(
+                max_calls=agents.max_calls,
+                max_context=config.max_context,
+                max_run_tokens=config.max_run_tokens,
+            ),
+            concurrent_runs=agents.concurrent_runs,
+            listen=agents.listen,
+            verifier=None if config.data.verifier is None else scorer_maker(config.data),
+        )
     )
 
 
-def agent_program(agents: AgentsConfig) -> Program:
-    """What is started for each run of an agent."""
+def program_maker(agents: AgentsConfig) -> Callable[[], Program]:
+    """Makes what is started for each run of an agent."""
     if agents.function is not None:
-        return FunctionProgram(
+        return functools.partial(
+            FunctionProgram,
             agents.function,
             CLIENT_ENV | agents.env,
             run_timeout=agents.run_timeout,
@@ -204,25 +205,32 @@ def agent_program(agents: AgentsConfig) -> Program:
         str(Path(argument).absolute()) if Path(argument).is_file() else argument
         for argument in agents.command
     )
-    return AgentProgram(command, COMMAND_ENV | agents.env, run_timeout=agents.run_timeout)
+    return functools.partial(
+        AgentProgram, command, COMMAND_ENV | agents.env, run_timeout=agents.run_timeout
+    )
 
 
-def runner_queue(config: Config) -> RunQueue:
-    """The runs of this rank that runners play."""
+def agent_runners(config: Config) -> Runners:
+    """Who plays the runs of this rank in place of a program."""
     agents = config.agents
-    return RunQueue(
+    return Runners(
         Path(config.run_dir) / "agents" / f"rank_{dist.get_rank()}.json",
         lease=agents.lease,
+        run_timeout=agents.run_timeout,
         key=None if agents.runner_key_file is None else read_key(agents.runner_key_file),
     )
 
 
-def message_rendering(config: Config, shape: ModelShape, tokenizer: Any) -> Rendering:
-    """How messages are written and read. Raises InputError for a tokenizer that can't do it."""
+def rendering_maker(config: Config, shape: ModelShape, tokenizer: Any) -> Callable[[], Rendering]:
+    """Makes what writes and reads messages. That raises InputError for a tokenizer that can't do
+    it."""
     agents = config.agents
     if agents.renderer is not None:
-        return PackageRendering(tokenizer, agents.renderer, thinking=agents.thinking)
-    return TemplateRendering(
+        return functools.partial(
+            PackageRendering, tokenizer, agents.renderer, thinking=agents.thinking
+        )
+    return functools.partial(
+        TemplateRendering,
         tokenizer,
         stop_ids(config.model.path, tokenizer, shape.vocab_size),
         thinking=agents.thinking,
@@ -245,7 +253,7 @@ def episode_host(
         if any(data.chat_template for data in config.data.by_source.values()):
             problem = "an environment with tools gets the prompt as it is in the data"
             raise ConfigError("data.chat_template", True, problem, "set it to false")
-        return message_rendering(config, shape, tokenizer)
+        return rendering_maker(config, shape, tokenizer)()
 
     return EpisodeHost(
         environments,
@@ -263,10 +271,10 @@ def episode_host(
 
 
 def _server_source(
-    config: Config, shape: ModelShape, tokenizer: Any, kind: GroupKind
+    config: Config, shape: ModelShape, tokenizer: Any, clients: Sequence[int], kind: GroupKind
 ) -> ServerSource:
+    """clients: see `client_ranks`. kind: what their groups are."""
     rank = dist.get_rank()
-    clients = client_ranks(config)
     servers = config.servers
     end_ids = stop_ids(config.model.path, tokenizer, shape.vocab_size)
     decode = response_decoder(config, shape, tokenizer)

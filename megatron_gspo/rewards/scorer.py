@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from megatron_gspo.config import DataConfig
 from megatron_gspo.data.sample import Prompt, Sample
 from megatron_gspo.rewards.named_reward import VERDICTS
 from megatron_gspo.rewards.verifiers import Verifier, load_verifier
 from megatron_gspo.rewards.worker import Reply, run_batch, run_verifier
 from megatron_gspo.rewards.worker_pool import RewardPool
 from megatron_gspo.terminal import get_logger
+
+if TYPE_CHECKING:  # the config imports torch, which the process that hosts agents does without
+    from megatron_gspo.config import DataConfig
 
 logger = get_logger(__name__)
 
@@ -216,15 +219,21 @@ class RewardScorer:
         )
 
 
-def scorer_of(data: DataConfig) -> RewardScorer:
-    """The verifier of a source of prompts. Raises VerifierError if it can't be loaded."""
-    return RewardScorer(
+def scorer_maker(data: DataConfig) -> Callable[[], RewardScorer]:
+    """Makes what `scorer_of` returns, in this process or in another one."""
+    return functools.partial(
+        RewardScorer,
         data.resolved_verifier,
         data.resolved_verifier_options,
         timeout=data.verifier_timeout,
         workers=data.verifier_workers,
         failure_reward=data.verifier_failure_reward,
     )
+
+
+def scorer_of(data: DataConfig) -> RewardScorer:
+    """The verifier of a source of prompts. Raises VerifierError if it can't be loaded."""
+    return scorer_maker(data)()
 
 
 def score(

@@ -7,9 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_gspo.agents.agent_host import AgentHost, RunRequest
+from megatron_gspo.agents.agent_host import AgentHost, RunRequest, single_error
 from megatron_gspo.agents.agent_run import RunLimits
-from megatron_gspo.agents.agent_source import single_error
 from megatron_gspo.agents.endpoint import AgentEndpoint
 from megatron_gspo.agents.function_program import FunctionProgram
 from megatron_gspo.agents.players import ProgramPlayer

@@ -16,9 +16,8 @@ from typing import Any
 import aiohttp
 import pytest
 
-from megatron_gspo.agents.agent_host import AgentHost, RunRequest
+from megatron_gspo.agents.agent_host import AgentHost, RunRequest, single_error
 from megatron_gspo.agents.agent_run import AgentRun, RunLimits
-from megatron_gspo.agents.agent_source import single_error
 from megatron_gspo.agents.endpoint import AgentEndpoint
 from megatron_gspo.agents.players import RunnerPlayer
 from megatron_gspo.agents.rendering import TemplateRendering

@@ -11,9 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron_gspo.agents.agent_host import RunRequest
+from megatron_gspo.agents.agent_host import RunRequest, single_error
 from megatron_gspo.agents.agent_run import RunLimits
-from megatron_gspo.agents.agent_source import single_error
 from megatron_gspo.agents.rendering import TemplateRendering
 from megatron_gspo.agents.run_samples import COUNTS, MESSAGES
 from megatron_gspo.config import SamplingParams

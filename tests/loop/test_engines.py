@@ -18,7 +18,7 @@ from megatron_gspo.config import Config, ConfigError
 from megatron_gspo.data.sample import Sample
 from megatron_gspo.environments.episodes import EpisodeEngine
 from megatron_gspo.loop.engines import (
-    agent_host,
+    agent_process,
     build_sources,
     embedded_engine,
     perturb_rollout,
@@ -103,7 +103,7 @@ def test_the_interpreter_of_an_environment_stays_the_command_of_an_agent(tmp_pat
     config_file = tmp_path / "config.json"
     config_file.write_text(json.dumps({"eos_token_id": TOKENIZER.eos_token_id}))
     made = config(tmp_path, data={"verifier": None}, agents={"command": command})
-    host = agent_host(made, dense_shape(vocab_size=len(TOKENIZER)), TOKENIZER)
+    host = agent_process(made, dense_shape(vocab_size=len(TOKENIZER)), TOKENIZER)
 
     async def play() -> list[Sample]:
         generator = ScriptedGenerator(TOKENIZER, lambda prompt, seed: "")

@@ -54,4 +54,18 @@ AGENTS = (
         after="turns = [replace(turn, reward=turn.reward + rest) for turn in turns]",
         test="tests/agents/test_run_samples.py::test_two_branches_by_hand",
     ),
+    SeededBug(
+        name="the time limit of a run does not wait for the trainer",
+        file="megatron_gspo/agents/hosted_agents.py",
+        before="self.paused_seconds.update({playing: message.seconds[playing] for playing in known})",
+        after="pass",
+        test="tests/agents/test_agent_process.py::test_errors_are_those_of_the_generator_and_pauses_stop_the_clock",
+    ),
+    SeededBug(
+        name="the failure of an engine is another error for the runs of agents",
+        file="megatron_gspo/agents/agent_process.py",
+        before="playing.end(failure=playing.generator_failure or _error_of(message))",
+        after="playing.end(failure=_error_of(message))",
+        test="tests/agents/test_agent_process.py::test_errors_are_those_of_the_generator_and_pauses_stop_the_clock",
+    ),
 )

@@ -1,0 +1,316 @@
+"""The process that hosts a rank's agents, as the trainer sees it.
+
+The endpoint would compete with the training step for the interpreter's lock. So a process of its
+own has it, with the sessions, the tokenizer, the agents' programs and the verifier
+(`hosted_process`). It asks the trainer for replies alone, because the trainer has the engine or the
+client of the servers, and sends finished samples.
+
+It ends with all agents when the trainer closes it or dies. If it dies the runs fail with an
+`EngineError`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from megatron_gspo.agents.agent_host import OpenRun, RunRequest
+from megatron_gspo.agents.generation import CallLimits, Generator
+from megatron_gspo.agents.host_settings import HostSettings
+from megatron_gspo.agents.process_messages import (
+    Close,
+    Failed,
+    Frames,
+    Generate,
+    Generated,
+    HostMessage,
+    Line,
+    NotGenerated,
+    Paused,
+    Play,
+    Played,
+    Progress,
+    Ready,
+    Refused,
+    Start,
+    Stop,
+    Stopped,
+    Withdrawn,
+    decode,
+    receive_frame,
+    send_frame,
+)
+from megatron_gspo.data.sample import Sample
+from megatron_gspo.errors import EngineError, InputError
+from megatron_gspo.terminal import get_logger
+
+logger = get_logger(__name__)
+
+_PAUSE_SECONDS = 0.2  # between two looks at how long calls have been paused
+_CLOSE_SECONDS = 20.0  # for the process to end all runs
+_END_SECONDS = 10.0  # for its keeper to end all processes
+
+
+@dataclass(eq=False)
+class _RunsElsewhere:
+    """`OpenRun`: all of a playing, as the process has told last."""
+
+    oldest_version: int | None = None
+    num_tokens: int = 0
+
+
+@dataclass(eq=False)
+class _Playing:
+    """Runs that were asked for together.
+
+    paused_seconds: that the process knows of. calls: on their way. generator_failure: of the first
+    call that has failed. over: is set when the process plays them no more; samples, failure: how
+    that ended.
+    """
+
+    generator: Generator
+    paused_seconds: float
+    runs: _RunsElsewhere = field(default_factory=_RunsElsewhere)
+    calls: set[asyncio.Task[None]] = field(default_factory=set)
+    generator_failure: Exception | None = None
+    over: asyncio.Event = field(default_factory=asyncio.Event)
+    samples: list[Sample] = field(default_factory=list)
+    failure: Exception | None = None
+
+    def end(self, samples: Sequence[Sample] = (), failure: Exception | None = None) -> None:
+        """The process has sent the samples or failed."""
+        for call in self.calls:
+            call.cancel()
+        self.samples = list(samples)
+        self.failure = failure
+        self.over.set()
+
+
+class AgentProcess:
+    """`RunHost`, see the module. The coroutines run in one event loop."""
+
+    def __init__(self, settings: HostSettings) -> None:
+        """Start the process and wait until it has built the host.
+
+        Raises InputError as `HostSettings.host` does, and EngineError if the process ends.
+        """
+        self._process, self._connection = _started_process()
+        self._frames = Frames(self._receive, self._on_lost)
+        self._connecting = asyncio.Lock()
+        self._is_connected = False
+        self._is_closing = False
+        self._lost = asyncio.Event()
+        self._numbers = itertools.count()
+        self._playings: dict[int, _Playing] = {}
+        self._calls: dict[int, asyncio.Task[None]] = {}
+        self._telling: asyncio.Task[None] | None = None
+        self._failing: asyncio.Task[None] | None = None
+        try:
+            self._await_ready(settings)
+        except BaseException:
+            self._connection.close()
+            self._end()
+            raise
+
+    @property
+    def process_id(self) -> int:
+        """Of the keeper, whose child is the process."""
+        return self._process.pid
+
+    async def samples(
+        self,
+        requests: Sequence[RunRequest],
+        generator: Generator,
+        max_response_length: int,
+        /,
+        *,
+        opened: list[OpenRun] | None = None,
+    ) -> list[Sample]:
+        """See `AgentHost.samples`. Raises EngineError if the process ends."""
+        await self._connect()
+        if self._lost.is_set():
+            raise EngineError(await self._why_it_ended())
+        number = next(self._numbers)
+        playing = _Playing(generator, generator.paused_seconds)
+        if opened is not None:
+            opened.append(playing.runs)
+        self._playings[number] = playing
+        if self._telling is None or self._telling.done():
+            self._telling = asyncio.ensure_future(self._tell_pauses())
+        self._send(Play(number, requests, max_response_length, playing.paused_seconds))
+        try:
+            await playing.over.wait()
+        except asyncio.CancelledError:
+            self._send(Stop(number))
+            await playing.over.wait()
+            raise
+        if playing.failure is not None:
+            raise playing.failure
+        return playing.samples
+
+    async def close(self) -> None:
+        """See `AgentHost.close`. Ends the process."""
+        if self._is_closing:
+            return
+        await self._connect()
+        self._is_closing = True
+        self._send(Close())
+        try:
+            await asyncio.wait_for(self._lost.wait(), _CLOSE_SECONDS)
+        except TimeoutError:
+            logger.warning("agents: their process does not end; it is killed with all agents")
+            self._process.terminate()
+        self._frames.close()
+        await asyncio.to_thread(self._end)
+
+    def _await_ready(self, settings: HostSettings) -> None:
+        try:
+            send_frame(self._connection, Start(list(sys.path), pickle.dumps(settings)))
+        except OSError:  # it has ended; so it sends no frame either
+            pass
+        while (frame := receive_frame(self._connection)) is not None:
+            message = decode(frame)
+            if isinstance(message, Refused):
+                raise InputError(message.reason)
+            if isinstance(message, Ready):
+                self._connection.setblocking(False)
+                return
+            self._take(message)
+        self._end()
+        raise EngineError(_end_line(self._process.returncode))
+
+    async def _connect(self) -> None:
+        """Read the connection in this event loop from now on."""
+        async with self._connecting:
+            if not self._is_connected:
+                loop = asyncio.get_running_loop()
+                await loop.create_unix_connection(lambda: self._frames, sock=self._connection)
+                self._is_connected = True
+
+    def _send(self, message: object) -> None:
+        self._frames.send(pickle.dumps(message))
+
+    def _receive(self, frame: bytes) -> None:
+        self._take(decode(frame))
+
+    def _take(self, message: HostMessage) -> None:
+        if isinstance(message, Line):
+            logger.log(message.level, message.text)
+        elif isinstance(message, Generate):
+            playing = self._playings[message.playing]
+            call = asyncio.ensure_future(self._generate(playing, message))
+            self._calls[message.call] = call
+            playing.calls.add(call)
+            call.add_done_callback(lambda _: self._forget(playing, message.call))
+        elif isinstance(message, Withdrawn):
+            if message.call in self._calls:
+                self._calls[message.call].cancel()
+        elif isinstance(message, Progress):
+            runs = self._playings[message.playing].runs
+            runs.oldest_version = message.oldest_version
+            runs.num_tokens = message.num_tokens
+        elif isinstance(message, Played):
+            self._playings.pop(message.playing).end(message.samples)
+        elif isinstance(message, Failed):
+            playing = self._playings.pop(message.playing)
+            # The generator's error is the cause, with its class and its traceback.
+            playing.end(failure=playing.generator_failure or _error_of(message))
+        elif isinstance(message, Stopped):
+            self._playings.pop(message.playing).end()
+
+    async def _generate(self, playing: _Playing, call: Generate) -> None:
+        limits = CallLimits(call.max_tokens, call.stop)
+        try:
+            generation = await playing.generator.generate(
+                call.prompt, limits, seed=call.seed, routes_start=call.routes_start
+            )
+        except Exception as error:
+            playing.generator_failure = playing.generator_failure or error
+            self._send(NotGenerated(call.call, isinstance(error, EngineError), str(error)))
+        else:
+            self._send(Generated(call.call, generation))
+
+    def _forget(self, playing: _Playing, number: int) -> None:
+        playing.calls.discard(self._calls.pop(number))
+
+    async def _tell_pauses(self) -> None:
+        """Keep the process informed of `Generator.paused_seconds`."""
+        while self._playings:
+            changed = {}
+            for number, playing in self._playings.items():
+                seconds = playing.generator.paused_seconds
+                if seconds != playing.paused_seconds:
+                    changed[number] = playing.paused_seconds = seconds
+            if changed:
+                self._send(Paused(changed))
+            await asyncio.sleep(_PAUSE_SECONDS)
+
+    def _on_lost(self) -> None:
+        self._lost.set()
+        self._failing = asyncio.ensure_future(self._fail_playings())
+
+    async def _fail_playings(self) -> None:
+        reason = await self._why_it_ended()
+        while self._playings:
+            self._playings.popitem()[1].end(failure=EngineError(reason))
+
+    async def _why_it_ended(self) -> str:
+        await asyncio.to_thread(self._end)
+        return _end_line(self._process.returncode)
+
+    def _end(self) -> None:
+        """Wait for the end of the process, which has closed the connection, and of all agents."""
+        try:
+            self._process.wait(_END_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.terminate()
+            self._process.wait()
+
+
+def _started_process() -> tuple[subprocess.Popen[bytes], socket.socket]:
+    """A new process and the connection to it."""
+    connection, theirs = socket.socketpair()
+    with theirs:
+        process = subprocess.Popen(
+            [
+                sys.executable,
+                "-m",
+                "megatron_gspo.agents.hosted_process",
+                str(theirs.fileno()),
+                str(os.getpid()),
+            ],
+            stdin=subprocess.DEVNULL,
+            pass_fds=[theirs.fileno()],
+            start_new_session=True,  # not interrupted by Ctrl-C
+            env={
+                "OMP_NUM_THREADS": "1",
+                **os.environ,
+                "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+            },
+        )
+    return process, connection
+
+
+def _end_line(code: int) -> str:
+    """What the end of the process is for the run."""
+    how = f"exit code {code}, see above" if code >= 0 else f"killed by {signal.Signals(-code).name}"
+    return (
+        f"agents: the process that hosts them has ended ({how}); start the training again, which"
+        " plays their runs anew"
+    )
+
+
+def _error_of(failed: Failed) -> Exception:
+    if failed.kind == "input":
+        return InputError(failed.reason)
+    if failed.kind == "run":
+        return EngineError(failed.reason)
+    return RuntimeError(f"in the process that hosts the agents:\n{failed.reason}")

@@ -1,0 +1,251 @@
+"""What a trainer's process and the process that hosts its agents say to each other.
+
+Messages are frames on a socket pair. Those of the trainer are pickled, as those to the workers of
+verifiers are. Those of the other process, which may run a user's verifier, are MessagePack, and
+nothing in them is unpickled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import pickle
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import msgspec
+import numpy as np
+
+from megatron_gspo.agents.agent_host import RunRequest
+from megatron_gspo.agents.generation import Generation
+from megatron_gspo.data.sample import Sample
+
+_SIZE_BYTES = 8  # of a frame's length, in front of it
+
+
+# Of the trainer.
+
+
+@dataclass(frozen=True)
+class Start:
+    """The first message. import_path: `sys.path` of the trainer. settings: a pickled
+    `HostSettings`, which is read with this path."""
+
+    import_path: Sequence[str]
+    settings: bytes
+
+
+@dataclass(frozen=True)
+class Play:
+    """Play runs. playing: their number in later messages. paused_seconds: see `Paused`."""
+
+    playing: int
+    requests: Sequence[RunRequest]
+    max_call_length: int
+    paused_seconds: float
+
+
+@dataclass(frozen=True)
+class Stop:
+    """End these runs; `Stopped` answers when their agents have ended."""
+
+    playing: int
+
+
+@dataclass(frozen=True)
+class Generated:
+    """The answer to a `Generate`."""
+
+    call: int
+    generation: Generation
+
+
+@dataclass(frozen=True)
+class NotGenerated:
+    """No engine could serve a `Generate`, or another error if not `is_engine_error`."""
+
+    call: int
+    is_engine_error: bool
+    reason: str
+
+
+@dataclass(frozen=True)
+class Paused:
+    """seconds: `Generator.paused_seconds`, by playing, where they have changed."""
+
+    seconds: Mapping[int, float]
+
+
+@dataclass(frozen=True)
+class Close:
+    """End all runs, and the process."""
+
+
+# Of the process that hosts the agents.
+
+
+class Ready(msgspec.Struct, tag=True):
+    """Runs can be played."""
+
+
+class Refused(msgspec.Struct, tag=True):
+    """The settings can't be used; nothing follows."""
+
+    reason: str
+
+
+class Line(msgspec.Struct, tag=True):
+    """A line for the trainer's log. level: of `logging`."""
+
+    level: int
+    text: str
+
+
+class Generate(msgspec.Struct, tag=True):
+    """A call of `Generator.generate`."""
+
+    playing: int
+    call: int
+    prompt: np.ndarray
+    max_tokens: int
+    stop: tuple[str, ...]
+    seed: int
+    routes_start: int
+
+
+class Withdrawn(msgspec.Struct, tag=True):
+    """Nobody waits for the answer to a `Generate` any more."""
+
+    call: int
+
+
+class Progress(msgspec.Struct, tag=True):
+    """What the open runs of a playing have so far; see `OpenRun`."""
+
+    playing: int
+    oldest_version: int | None
+    num_tokens: int
+
+
+class Played(msgspec.Struct, tag=True):
+    """The samples of a playing, in the order of its requests."""
+
+    playing: int
+    samples: list[Sample]
+
+
+class Failed(msgspec.Struct, tag=True):
+    """A playing has failed. kind: "input" for an `InputError`, "run" for another `UserError`, or
+    "bug", whose reason is a traceback."""
+
+    playing: int
+    kind: str
+    reason: str
+
+
+class Stopped(msgspec.Struct, tag=True):
+    """The answer to a `Stop`."""
+
+    playing: int
+
+
+HostMessage: TypeAlias = (
+    Ready | Refused | Line | Generate | Withdrawn | Progress | Played | Failed | Stopped
+)
+
+
+def encode(message: HostMessage) -> bytes:
+    """A message of the process that hosts the agents."""
+    return msgspec.msgpack.encode(message, enc_hook=_as_plain)
+
+
+def decode(message: bytes) -> HostMessage:
+    """The message of `encode`."""
+    return _DECODER.decode(message)
+
+
+def _as_plain(value: object) -> object:
+    if isinstance(value, np.ndarray):
+        return {"dtype": value.dtype.str, "shape": value.shape, "data": value.tobytes()}
+    if isinstance(value, np.generic):
+        return value.item()
+    raise TypeError(f"a {type(value).__name__} can't be sent to the trainer")
+
+
+def _restored(expected: type, plain: Any) -> object:
+    if expected is not np.ndarray:
+        raise TypeError(f"{plain!r} is no {expected.__name__}")
+    values = np.frombuffer(plain["data"], dtype=np.dtype(plain["dtype"]))
+    return values.reshape(plain["shape"]).copy()
+
+
+_DECODER = msgspec.msgpack.Decoder(HostMessage, dec_hook=_restored)
+
+
+class Frames(asyncio.Protocol):
+    """The frames of a connection, in an event loop."""
+
+    def __init__(self, receive: Callable[[bytes], None], lost: Callable[[], None]) -> None:
+        """receive: takes each frame. lost: is called when the other side has closed."""
+        self._receive = receive
+        self._lost = lost
+        self._transport: asyncio.Transport | None = None
+        self._received = bytearray()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """See `asyncio.Protocol`."""
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        """See `asyncio.Protocol`."""
+        self._received += data
+        while len(self._received) >= _SIZE_BYTES:
+            end = _SIZE_BYTES + int.from_bytes(self._received[:_SIZE_BYTES])
+            if len(self._received) < end:
+                return
+            frame = bytes(self._received[_SIZE_BYTES:end])
+            del self._received[:end]
+            self._receive(frame)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        """See `asyncio.Protocol`."""
+        self._lost()
+
+    def send(self, frame: bytes) -> None:
+        """Send a frame; to a connection that is closed, nothing."""
+        assert self._transport is not None, "it is not connected yet"
+        if not self._transport.is_closing():
+            self._transport.writelines([len(frame).to_bytes(_SIZE_BYTES), frame])
+
+    def close(self) -> None:
+        """Close the connection when all is sent."""
+        if self._transport is not None:
+            self._transport.close()
+
+
+def send_frame(connection: socket.socket, message: object) -> None:
+    """Send a message of the trainer without an event loop. Raises OSError."""
+    frame = pickle.dumps(message)
+    connection.sendall(len(frame).to_bytes(_SIZE_BYTES) + frame)
+
+
+def receive_frame(connection: socket.socket) -> bytes | None:
+    """The next frame, without an event loop; None if the other side has closed."""
+    with contextlib.suppress(EOFError, OSError):
+        size = int.from_bytes(_received_bytes(connection, _SIZE_BYTES))
+        return _received_bytes(connection, size)
+    return None
+
+
+def _received_bytes(connection: socket.socket, count: int) -> bytes:
+    """Exactly so many bytes. Raises EOFError."""
+    received = bytearray()
+    while len(received) < count:
+        data = connection.recv(count - len(received))
+        if not data:
+            raise EOFError
+        received += data
+    return bytes(received)
