@@ -131,6 +131,7 @@ FAMILIES = {
     "moonlight": MOE[1::3],
     "glm_lite": MOE[2::3],
     "glm": MOE[::-3],
+    "deepseek_v32": MOE[::3],
     "gpt_oss": MOE[-2::-3],
     "next": MOE[-3::-3],
     "minimax": MOE[1::3],
