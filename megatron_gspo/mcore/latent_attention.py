@@ -29,7 +29,6 @@ from megatron_gspo.mcore.norms import RMSNorm
 from megatron_gspo.mcore.operators import rotate
 from megatron_gspo.models.model_shape import ModelShape
 
-
 Attend: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Attention of query, key and value."""
 
@@ -124,9 +123,7 @@ class LatentAttention(MegatronModule):
         )
 
     def _core_attention(self, shape: ModelShape, groups: ProcessGroupCollection) -> PackedAttention:
-        return PackedAttention(
-            self.config, softmax_scale=self.softmax_scale, pg_collection=groups
-        )
+        return PackedAttention(self.config, softmax_scale=self.softmax_scale, pg_collection=groups)
 
     def _by_heads(
         self, linear: type[ColumnParallelLinear], inputs: int, outputs: int

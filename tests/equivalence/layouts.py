@@ -131,7 +131,6 @@ FAMILIES = {
     "moonlight": MOE[1::3],
     "glm_lite": MOE[2::3],
     "glm": MOE[::-3],
-    "deepseek_v32": MOE[::3],
     "gpt_oss": MOE[-2::-3],
     "next": MOE[-3::-3],
     "minimax": MOE[1::3],

@@ -185,7 +185,9 @@ _FAMILIES: dict[str, tuple[type[PretrainedConfig], dict[str, object]]] = {
         _SIGMOID
         | _LATENT
         | _INDEXER
-        | dict(n_group=1, topk_group=1, rope_parameters=dict(rope_type="default", rope_theta=100.0)),
+        | dict(
+            n_group=1, topk_group=1, rope_parameters=dict(rope_type="default", rope_theta=100.0)
+        ),
     ),
     "gpt_oss": (GptOssConfig, _GPT_OSS),
     "next": (Qwen3NextConfig, _NEXT),
