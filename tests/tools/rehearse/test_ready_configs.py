@@ -32,6 +32,7 @@ FEWEST = {
     "glm47_355b": 16,
     "gpt_oss_120b": 8,
     "deepseek_v3": 43,
+    "glm5_744b": 24,
     "kimi_k25": 25,
 }
 LENGTHS = {"data.max_prompt_length": 512, "rollout.max_response_length": 1536}
