@@ -99,7 +99,8 @@ class Indexer(torch.nn.Module):
         wide = _wide(key)
         weight = self.k_norm.weight.to(wide.dtype)
         bias = self.k_norm.bias.to(wide.dtype)
-        return F.layer_norm(wide, weight.shape, weight, bias, self.k_norm.eps).to(key.dtype)
+        size = [self.sizes.head_dim]
+        return F.layer_norm(wide, size, weight, bias, self.k_norm.eps).to(key.dtype)
 
     def _rotated(self, x: Tensor, rows: slice, sequences: PackedSequences) -> Tensor:
         """``x`` [s, heads, d] of the local tokens ``rows`` with its first dimensions rotated."""

@@ -206,8 +206,8 @@ def alone(rank: int, world_size: int, length: int) -> tuple[bool, int, int]:
     none = attention.indexer(torch.zeros(9, 1, 32), torch.zeros(9, 1, 24), short) is None
     peaks = []
     with (
-        mock.patch.object(indexer_module, "_SCORE_ELEMENTS", 2**14),
-        mock.patch.object(module, "_MASK_ELEMENTS", 2**14),
+        mock.patch.object(indexer_module, "_SCORE_ELEMENTS", 2**13),
+        mock.patch.object(module, "_MASK_ELEMENTS", 2**13),
     ):
         for tokens in (length, 2 * length):
             data = inputs(tokens)
@@ -222,6 +222,6 @@ def alone(rank: int, world_size: int, length: int) -> tuple[bool, int, int]:
 
 
 def test_memory_is_linear_and_short_sequences_need_no_indexer() -> None:
-    none, at_once, at_twice = run_distributed(alone, 1, 1024)[0]
+    none, at_once, at_twice = run_distributed(alone, 1, 256)[0]
     assert none
     assert at_twice < 2.2 * at_once
