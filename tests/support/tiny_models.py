@@ -265,6 +265,8 @@ def save_tiny_model(
     model = auto.from_config(tiny_config(kind, **overrides)).to(dtype)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
+            if ".indexer.k_norm." in name:  # as in DeepSeek's own code
+                parameter.data = parameter.data.float()
             if "norm" in name:
                 centre = 0.0 if kind in _ZERO_CENTRED and "linear_attn" not in name else 1.0
                 parameter.uniform_(centre - 0.5, centre + 0.5)
@@ -272,8 +274,6 @@ def save_tiny_model(
                 parameter.uniform_(-1.5, 0.5)
             elif name.endswith(("bias", "conv1d.weight")):
                 parameter.uniform_(-0.5, 0.5)
-            if ".k_norm." in name and ".indexer." in name:  # as in DeepSeek's own code
-                parameter.data = parameter.data.float()
             elif name.endswith("sinks"):
                 parameter.uniform_(0.0, 2.0)
         for name, buffer in model.named_buffers():
