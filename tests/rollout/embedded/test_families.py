@@ -37,8 +37,10 @@ BIAS = ".e_score_correction_bias"
 def build(kind):
     """A reference with a bias in its sigmoid routers, and an engine that got its weights."""
     layers = 4 if kind in SOFTMAX else 3
+    # Where the products of all heads are negative, scores are 0, and equal: with few heads often.
+    heads = dict(index_n_heads=32) if kind in SPARSE else {}
     config = tiny_config(
-        kind, vocab_size=VOCABULARY, num_hidden_layers=layers, max_position_embeddings=64
+        kind, vocab_size=VOCABULARY, num_hidden_layers=layers, max_position_embeddings=64, **heads
     )
     # the two forms of a delta rule, token by token and chunked, differ in the rounding of their
     # sums
