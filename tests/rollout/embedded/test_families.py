@@ -37,16 +37,17 @@ BIAS = ".e_score_correction_bias"
 def build(kind):
     """A reference with a bias in its sigmoid routers, and an engine that got its weights."""
     layers = 4 if kind in SOFTMAX else 3
-    # Where the products of all heads are negative, scores are 0, and equal: with few heads often.
-    heads = dict(index_n_heads=32) if kind in SPARSE else {}
     config = tiny_config(
-        kind, vocab_size=VOCABULARY, num_hidden_layers=layers, max_position_embeddings=64, **heads
+        kind, vocab_size=VOCABULARY, num_hidden_layers=layers, max_position_embeddings=64
     )
     # the two forms of a delta rule, token by token and chunked, differ in the rounding of their
     # sums
     reference = reference_model(config, scale=0.6 if kind in DELTA else 1.5)
     for bias in biases(reference).values():
         bias.copy_(torch.linspace(-0.4, 0.4, len(bias)))
+    if kind in SPARSE:  # the padding's zeros would give all positions the same score
+        padding = reference.model.embed_tokens.weight[0]
+        padding.copy_(torch.linspace(-0.4, 0.4, len(padding)))
     return reference, loaded_engine(config, checkpoint(reference), return_routed_experts=True)
 
 
