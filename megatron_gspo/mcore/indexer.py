@@ -97,10 +97,12 @@ class Indexer(torch.nn.Module):
 
     def _normalised(self, key: Tensor) -> Tensor:
         wide = _wide(key)
+        centred = wide - wide.mean(-1, keepdim=True)
+        variance = centred.square().mean(-1, keepdim=True)
+        unit = centred * (variance + self.k_norm.eps).rsqrt()
         weight = self.k_norm.weight.to(wide.dtype)
         bias = self.k_norm.bias.to(wide.dtype)
-        size = [self.sizes.head_dim]
-        return F.layer_norm(wide, size, weight, bias, self.k_norm.eps).to(key.dtype)
+        return (unit * weight + bias).to(key.dtype)
 
     def _rotated(self, x: Tensor, rows: slice, sequences: PackedSequences) -> Tensor:
         """``x`` [s, heads, d] of the local tokens ``rows`` with its first dimensions rotated."""

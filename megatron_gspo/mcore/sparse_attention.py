@@ -71,27 +71,23 @@ class SparseAttention(PackedAttention):
         super().__init__(config, softmax_scale=softmax_scale, pg_collection=pg_collection)
         self.indexer = Indexer(config, shape, pg_collection)
 
-    def forward(
+    def attend_selected(
         self,
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        attention_mask: Tensor | None = None,
-        *args: object,
-        packed_seq_params: PackedSequences | None = None,
-        selected: Tensor | None = None,
-        **kwargs: object,
+        *,
+        sequences: PackedSequences,
+        selected: Tensor,
     ) -> Tensor:
-        """As ``PackedAttention``, with as many keys as queries have heads. ``selected`` [t, k]:
-        see `Indexer.forward`."""
-        if selected is None or packed_seq_params is None:
-            return super().forward(query, key, value, packed_seq_params=packed_seq_params)
+        """``query``, ``key`` [t, heads, d] and ``value`` [t, heads, e], local tokens; ``selected``
+        [t, k]: see `Indexer.forward`. Returns [t, heads * e]."""
         sizes = (key.shape[-1], value.shape[-1])
         if self.cp_group.size() > 1:
             gathered = all_gather_tokens(torch.cat((key, value), dim=-1), self.cp_group)
-            key, value = packed_seq_params.in_packed_order(gathered).split(sizes, dim=-1)
+            key, value = sequences.in_packed_order(gathered).split(sizes, dim=-1)
         width = max(sizes)
-        blocks = _blocks(packed_seq_params.runs)
+        blocks = _blocks(sequences.runs)
         out = _SelectedAttention.apply(
             widened(query, width),
             widened(key, width),
@@ -127,8 +123,9 @@ class _SelectedAttention(torch.autograd.Function):
         out = torch.empty_like(query)
         for block in blocks:
             mask = _mask(block, selected)
-            inputs = query[block.rows], key[block.keys], value[block.keys]
-            out[block.rows] = _attention(*inputs, mask, scale)
+            out[block.rows] = _attention(
+                query[block.rows], key[block.keys], value[block.keys], mask, scale
+            )
         return out
 
     @staticmethod
@@ -141,13 +138,13 @@ class _SelectedAttention(torch.autograd.Function):
         grad_key = torch.zeros_like(key, dtype=wide)
         grad_value = torch.zeros_like(value, dtype=wide)
         for block in ctx.blocks:
-            inputs = [
+            q, k, v = (
                 x.detach().requires_grad_()
                 for x in (query[block.rows], key[block.keys], value[block.keys])
-            ]
+            )
             with torch.enable_grad():
-                out = _attention(*inputs, _mask(block, selected), ctx.scale)
-            of_query, of_key, of_value = torch.autograd.grad(out, inputs, grad[block.rows])
+                out = _attention(q, k, v, _mask(block, selected), ctx.scale)
+            of_query, of_key, of_value = torch.autograd.grad(out, (q, k, v), grad[block.rows])
             grad_query[block.rows] = of_query
             grad_key[block.keys] += of_key
             grad_value[block.keys] += of_value
@@ -168,8 +165,8 @@ def _mask(block: _Block, selected: Tensor) -> Tensor:
 
 def _attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> Tensor:
     """Of one block: [queries, heads, d]."""
-    by_head = (x.transpose(0, 1)[None] for x in (query, key, value))
-    out = F.scaled_dot_product_attention(*by_head, attn_mask=mask[None, None], scale=scale)
+    query, key, value = (x.transpose(0, 1)[None] for x in (query, key, value))
+    out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask[None, None], scale=scale)
     return out[0].transpose(0, 1)
 
 
@@ -187,4 +184,6 @@ class SparseLatentAttention(LatentAttention):
         self, hidden_states: Tensor, query_latent: Tensor, sequences: PackedSequences
     ) -> Attend:
         selected = self.core_attention.indexer(hidden_states, query_latent, sequences)
-        return partial(self.core_attention, packed_seq_params=sequences, selected=selected)
+        if selected is None:
+            return super().attention(hidden_states, query_latent, sequences)
+        return partial(self.core_attention.attend_selected, sequences=sequences, selected=selected)

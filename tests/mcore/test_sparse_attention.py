@@ -167,7 +167,7 @@ def attended(rank: int, world_size: int, kind: str, context: int) -> dict[str, T
     ):
         selected = attention.indexer(data.hidden[own][:, None], data.latent[own][:, None], plan)
         parts = [x[rows].requires_grad_() for x in (data.query, data.key, data.value)]
-        out = attention(*parts, packed_seq_params=plan, selected=selected)
+        out = attention.attend_selected(*parts, sequences=plan, selected=selected)
         (out * data.weight[rows]).sum().backward()
     assert not any(p.requires_grad for p in attention.indexer.parameters())
     grads = dict(zip(("query", "key", "value"), (x.grad for x in parts), strict=True))
@@ -216,7 +216,9 @@ def alone(rank: int, world_size: int, length: int) -> tuple[bool, int, int]:
             hidden, latent = data.hidden.float()[:, None], data.latent.float()[:, None]
             with LiveStorages() as storages:
                 selected = attention.indexer(hidden, latent, plan)
-                attention(*parts, packed_seq_params=plan, selected=selected).sum().backward()
+                attention.attend_selected(
+                    *parts, sequences=plan, selected=selected
+                ).sum().backward()
             peaks.append(storages.peak)
     return none, *peaks
 
