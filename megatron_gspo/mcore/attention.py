@@ -42,6 +42,7 @@ from megatron_gspo.mcore.sinks import (
     with_sink_key,
 )
 from megatron_gspo.mcore.token_copies import copy_tokens
+from megatron_gspo.mcore.token_runs import TokenRun, token_runs
 from megatron_gspo.models.rotary import Rotary
 from megatron_gspo.parallel.context_parallel import (
     all_gather_tokens,
@@ -177,6 +178,32 @@ class PackedSequences(PackedSeqParams):
         count = source.bincount(minlength=int(self.cu_seqlens[-1]))
         moved = self._on_device(source=source, count=count)
         return Permutation.of(moved["source"], moved["count"])
+
+    @cached_property
+    def runs(self) -> tuple[TokenRun, ...]:
+        """The runs of this rank's tokens."""
+        return token_runs(self.cu_seqlens, self.cp_rank, self.cp_size)
+
+    @cached_property
+    def longest(self) -> int:
+        """Tokens of the longest sequence."""
+        return int(self.cu_seqlens.diff().max())
+
+    @cached_property
+    def _packed_order(self) -> Permutation:
+        """The all-gathered tokens in their packed order; only under context parallelism."""
+        gathered = torch.cat(
+            [zigzag_indices(self.cu_seqlens, rank, self.cp_size) for rank in range(self.cp_size)]
+        )
+        moved = self._on_device(row=gathered.argsort(), count=torch.ones_like(gathered))
+        return Permutation.of(moved["row"], moved["count"])
+
+    def in_packed_order(self, gathered: Tensor) -> Tensor:
+        """The tokens [T, ...] that were gathered from the context-parallel ranks, sequence after
+        sequence; with a gradient."""
+        if self.cp_size == 1:
+            return gathered
+        return copy_tokens(gathered.flatten(1), self._packed_order).view(gathered.shape)
 
     @cached_property
     def varlen(self) -> _Varlen:
@@ -391,7 +418,7 @@ class PackedAttention(torch.nn.Module):
         elif self.sinks is not None:
             query, key = with_sink_dimension(query, key, self.sinks / self.softmax_scale)
             width = max(width, query.shape[-1])
-        out = attend(plan, _widened(query, width), _widened(key, width), _widened(value, width))
+        out = attend(plan, widened(query, width), widened(key, width), widened(value, width))
         if width > sizes[1]:
             out = out[..., : sizes[1]]
         return out.flatten(1)
@@ -539,6 +566,6 @@ def rotated(x: Tensor, plan: PackedSequences, rotary: Rotary) -> Tensor:
     return torch.cat((rotate(turned, cos, sin, interleaved=rotary.interleaved), rest), dim=-1)
 
 
-def _widened(x: Tensor, width: int) -> Tensor:
+def widened(x: Tensor, width: int) -> Tensor:
     """``x`` with its last dimension padded with zeros, which change no score and add no value."""
     return x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1]))

@@ -10,7 +10,10 @@ on every tensor-parallel rank and work on the rank's own tokens.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from typing import TypeAlias
 
 import torch
 from megatron.core import tensor_parallel
@@ -25,6 +28,9 @@ from megatron_gspo.mcore.attention import PackedAttention, PackedSequences
 from megatron_gspo.mcore.norms import RMSNorm
 from megatron_gspo.mcore.operators import rotate
 from megatron_gspo.models.model_shape import ModelShape
+
+Attend: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""Attention of query, key and value."""
 
 
 class LatentProjection(torch.nn.Linear):
@@ -84,11 +90,8 @@ class LatentAttention(MegatronModule):
         heads = config.num_attention_heads
         hidden = config.hidden_size
         self.query_dim = sizes.plain_dim + self.rotary.dim
-        self.core_attention = PackedAttention(
-            config,
-            softmax_scale=self.rotary.score_scale / math.sqrt(self.query_dim),
-            pg_collection=pg_collection,
-        )
+        self.softmax_scale = self.rotary.score_scale / math.sqrt(self.query_dim)
+        self.core_attention = self._core_attention(shape, pg_collection)
         self.recomputes_core = (
             config.recompute_granularity == "selective" and "core_attn" in config.recompute_modules
         )
@@ -118,6 +121,9 @@ class LatentAttention(MegatronModule):
             is_expert=False,
             tp_group=self.tp_group,
         )
+
+    def _core_attention(self, shape: ModelShape, groups: ProcessGroupCollection) -> PackedAttention:
+        return PackedAttention(self.config, softmax_scale=self.softmax_scale, pg_collection=groups)
 
     def _by_heads(
         self, linear: type[ColumnParallelLinear], inputs: int, outputs: int
@@ -150,30 +156,35 @@ class LatentAttention(MegatronModule):
             raise TypeError(
                 "LatentAttention needs packed_seq_params of mcore.attention.packed_sequences()"
             )
-
-        def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            return self.core_attention(query, key, value, packed_seq_params=packed_seq_params)
-
-        heads = self.queries_keys_values(hidden_states, packed_seq_params)
+        query_latent, *heads = self.queries_keys_values(hidden_states, packed_seq_params)
+        attend = self.attention(hidden_states, query_latent, packed_seq_params)
         if self.recomputes_core and self.training:
             out = tensor_parallel.checkpoint(attend, False, *heads)
         else:
             out = attend(*heads)
         return self.linear_proj(out[:, None])[0], None
 
+    def attention(
+        self, hidden_states: Tensor, query_latent: Tensor, sequences: PackedSequences
+    ) -> Attend:
+        """The core attention of these tokens; a layer may choose its keys by this rank's
+        ``hidden_states`` [s, 1, h] and ``query_latent`` [s, 1, query_rank].
+        """
+        return partial(self.core_attention, packed_seq_params=sequences)
+
     def queries_keys_values(
         self, hidden_states: Tensor, sequences: PackedSequences
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Of all ``t`` tokens: query and key [t, heads, plain_dim + rotary.dim], value [t,
-        heads, value_dim].
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """What queries are made of, [s, 1, query_rank] of this rank's tokens. Of all ``t`` tokens:
+        query and key [t, heads, plain_dim + rotary.dim], value [t, heads, value_dim].
         """
         sizes = self.sizes
         if sizes.query_rank is None:
+            latent_of_query = hidden_states
             query, _ = self.linear_q_proj(hidden_states)
         else:
-            query, _ = self.linear_q_up_proj(
-                self.q_layernorm(self.linear_q_down_proj(hidden_states))
-            )
+            latent_of_query = self.q_layernorm(self.linear_q_down_proj(hidden_states))
+            query, _ = self.linear_q_up_proj(latent_of_query)
         both = self.linear_kv_down_proj(hidden_states)
         latent, turned = both.split((sizes.key_value_rank, self.rotary.dim), dim=-1)
         if self.config.sequence_parallel:  # all heads share it
@@ -193,4 +204,5 @@ class LatentAttention(MegatronModule):
             (sizes.plain_dim, sizes.value_dim), dim=-1
         )
         turned = rotate(turned, cos, sin, interleaved=self.rotary.interleaved)
-        return query, torch.cat((plain, turned.expand(-1, query.shape[1], -1)), dim=-1), value
+        key = torch.cat((plain, turned.expand(-1, query.shape[1], -1)), dim=-1)
+        return latent_of_query, query, key, value

@@ -15,6 +15,7 @@ from megatron_gspo.mcore.joint_norms import JointNormAttention
 from megatron_gspo.mcore.latent_attention import LatentAttention, LatentAttentionSubmodules
 from megatron_gspo.mcore.norms import RMSNorm
 from megatron_gspo.mcore.sink_attention import SinkAttention
+from megatron_gspo.mcore.sparse_attention import SparseLatentAttention
 from megatron_gspo.models.model_shape import ModelShape
 
 
@@ -87,6 +88,14 @@ def _latent_attention(
     return ModuleSpec(module=LatentAttention, params={"shape": shape}, submodules=linears)
 
 
+def _sparse_latent_attention(
+    spec: ModuleSpec, config: TransformerConfig, shape: ModelShape | None
+) -> ModuleSpec:
+    spec = _latent_attention(spec, config, shape)
+    spec.module = SparseLatentAttention
+    return spec
+
+
 def _delta_net_options(shape: ModelShape) -> dict[str, object]:
     """Checkpoints name each layer's parameters: they aren't those of every layer, so that they
     can't be stacked.
@@ -99,6 +108,11 @@ def _delta_net(spec: ModuleSpec, config: TransformerConfig, shape: ModelShape | 
     return ModuleSpec(module=GatedDeltaNet, params={"sizes": shape.delta_net})
 
 
+_LATENT_NAMES = {
+    "self_attention.q_layernorm.": "self_attention.linear_q_up_proj.layer_norm_",
+    "self_attention.kv_layernorm.": "self_attention.linear_kv_up_proj.layer_norm_",
+    "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
+}
 MIXERS = {
     "attention": Mixer(_attention_options, _attention),
     "windowed_attention": Mixer(_attention_options, _attention, transformer_engine=False),
@@ -107,14 +121,15 @@ MIXERS = {
         _joint_norm_options, _joint_norm_attention, transformer_engine=False, in_megatron=False
     ),
     "latent_attention": Mixer(
+        _latent_options, _latent_attention, transformer_engine=False, stored_names=_LATENT_NAMES
+    ),
+    # Megatron's indexer rotates the last dimensions of a head, so that its weights are others.
+    "sparse_latent_attention": Mixer(
         _latent_options,
-        _latent_attention,
+        _sparse_latent_attention,
         transformer_engine=False,
-        stored_names={
-            "self_attention.q_layernorm.": "self_attention.linear_q_up_proj.layer_norm_",
-            "self_attention.kv_layernorm.": "self_attention.linear_kv_up_proj.layer_norm_",
-            "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
-        },
+        stored_names=_LATENT_NAMES,
+        in_megatron=False,
     ),
     "gated_delta_net": Mixer(
         _delta_net_options,

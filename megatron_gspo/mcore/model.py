@@ -10,6 +10,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron_gspo.config import ModelConfig, ParallelConfig
 from megatron_gspo.mcore.embedding import use_row_gradients
 from megatron_gspo.mcore.expert_bias import set_up_expert_bias
+from megatron_gspo.mcore.indexer import keep_norms_wide
 from megatron_gspo.mcore.layers import (
     block_spec,
     transformer_engine_available,
@@ -209,6 +210,7 @@ def build_model(
             chunk.cuda()
         if torch_dtype(model) != torch.float32:
             chunk.to(torch_dtype(model))
+            keep_norms_wide(chunk)
         chunks.append(chunk)
     set_up_expert_bias(chunks, config)
     return chunks

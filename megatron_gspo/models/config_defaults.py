@@ -50,6 +50,13 @@ _DEEPSEEK_V3 = {
     "routed_scaling_factor": 2.5,
     "topk_group": 4,
 }
+_DEEPSEEK_V32 = {
+    **{key: value for key, value in _DEEPSEEK_V3.items() if key != "rope_interleave"},
+    "index_head_dim": 128,
+    "index_n_heads": 64,
+    "index_topk": 2048,
+    "max_position_embeddings": 163840,
+}
 _QWEN35 = {**_ATTENTION, **_DELTA_NET, "num_key_value_heads": 4}
 _QWEN35_MOE = {**_ATTENTION, **_DELTA_NET, "num_key_value_heads": 2}
 DEFAULTS: dict[str, HFConfig] = {
@@ -90,6 +97,17 @@ DEFAULTS: dict[str, HFConfig] = {
     "deepseek_v3": _DEEPSEEK_V3,
     "kimi_k2": _DEEPSEEK_V3,
     "kimi_k25": _DEEPSEEK_V3,
+    "deepseek_v32": _DEEPSEEK_V32,
+    "glm_moe_dsa": {
+        **_DEEPSEEK_V32,
+        "index_n_heads": 32,
+        "max_position_embeddings": 202752,
+        "n_group": 1,
+        "num_key_value_heads": 64,
+        "q_lora_rank": 2048,
+        "rms_norm_eps": 1e-5,
+        "topk_group": 1,
+    },
     "glm4_moe_lite": {
         **_ATTENTION,
         **_GROUPED_SIGMOID,
@@ -193,7 +211,13 @@ _NULLABLE = (
     "text_config",
 )
 # Of the language model, where they are there at all.
-_LISTS = {"layer_types": str, "mlp_layer_types": str, "mlp_only_layers": int, "attn_type_list": int}
+_LISTS = {
+    "layer_types": str,
+    "mlp_layer_types": str,
+    "indexer_types": str,
+    "mlp_only_layers": int,
+    "attn_type_list": int,
+}
 _OBJECTS = ("rope_parameters", "rope_scaling")
 _LARGEST_NUMBER = 1e30
 _SHOWN = 60  # characters of a value in a message

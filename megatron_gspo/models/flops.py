@@ -37,13 +37,17 @@ class ForwardFlops:
     delta_rule_backward: np.ndarray
     """The backward pass of the delta rule, which is not twice its forward pass."""
 
+    indexer: np.ndarray
+    """Products of the indexers of sparse attention, which have no gradient."""
+
     head: np.ndarray
     """Logits of the scored positions, or values of them."""
 
     @property
     def total(self) -> np.ndarray:
         """Of the forward pass."""
-        return self.layers + self.scores + self.sums + self.delta_rule + self.head
+        mixing = self.scores + self.sums + self.delta_rule + self.indexer
+        return self.layers + mixing + self.head
 
     def training(self, *, frozen: bool = False) -> np.ndarray:
         """Of the forward and the backward pass, each product once.
@@ -52,7 +56,8 @@ class ForwardFlops:
         """
         products = 2 if frozen else 3
         rule = self.delta_rule + self.delta_rule_backward
-        return products * (self.layers + self.head) + 3 * (self.scores + self.sums) + rule
+        attention = 3 * (self.scores + self.sums) + self.indexer
+        return products * (self.layers + self.head) + attention + rule
 
     def recomputed(self, recompute: Recompute) -> np.ndarray:
         """What the backward pass computes again on top of `training`: the layers or the attention
@@ -61,7 +66,7 @@ class ForwardFlops:
         """
         again = self.scores + self.delta_rule + self.head
         if recompute == "full":
-            again = again + self.layers
+            again = again + self.layers + self.indexer
         if recompute != "none":
             again = again + self.scores + self.sums
         return again
@@ -84,7 +89,8 @@ def forward_flops(shape: ModelShape, lengths: np.ndarray, scored: np.ndarray) ->
             rule += forward
             rule_backward += backward
         else:
-            key_size, value_size = _head_sizes(shape, mixer)
+            key_size, value_size = _head_sizes(shape)
+            window = shape.indexer.topk if shape.indexer else window  # as many, not the last
             pairs = 2 * shape.num_attention_heads * attended_pairs(lengths, window)
             scores += key_size * pairs
             sums += value_size * pairs
@@ -95,6 +101,7 @@ def forward_flops(shape: ModelShape, lengths: np.ndarray, scored: np.ndarray) ->
         sums=sums,
         delta_rule=rule,
         delta_rule_backward=rule_backward,
+        indexer=_indexers(shape, lengths),
         head=2.0 * outputs * shape.hidden_size * np.asarray(scored, dtype=np.float64),
     )
 
@@ -120,9 +127,8 @@ def mixer_weights(shape: ModelShape, layer: int) -> int:
         assert net is not None
         return (net.key_heads * net.projected + net.value_heads * net.value_size) * hidden
     heads = shape.num_attention_heads
-    if mixer == "latent_attention":
-        latent = shape.latent
-        assert latent is not None
+    latent = shape.latent
+    if latent is not None:
         rank = latent.key_value_rank
         query = heads * (latent.plain_dim + shape.rotary.dim)
         keys = (rank + shape.rotary.dim) * hidden
@@ -148,12 +154,33 @@ def mlp_weights(shape: ModelShape, layer: int) -> int:
     return (shape.num_experts + shared + experts) * hidden
 
 
-def _head_sizes(shape: ModelShape, mixer: str) -> tuple[int, int]:
+def _head_sizes(shape: ModelShape) -> tuple[int, int]:
     """Sizes of a head of queries and keys, and of values."""
-    if mixer != "latent_attention":
+    if shape.latent is None:
         return shape.head_dim, shape.head_dim
-    assert shape.latent is not None
     return shape.latent.plain_dim + shape.rotary.dim, shape.latent.value_dim
+
+
+def indexer_weights(shape: ModelShape) -> int:
+    """Numbers of the matrices of a layer's indexer; 0 without one."""
+    if shape.indexer is None:
+        return 0
+    assert shape.latent is not None and shape.latent.query_rank is not None
+    sizes = shape.indexer
+    queries = sizes.heads * sizes.head_dim * shape.latent.query_rank
+    return queries + (sizes.head_dim + sizes.heads) * shape.hidden_size
+
+
+def _indexers(shape: ModelShape, lengths: np.ndarray) -> np.ndarray:
+    """Projections, and the scores of the queries that have more keys than are selected. Sequences
+    without such a query need no indexer."""
+    if shape.indexer is None:
+        return np.zeros_like(lengths)
+    sizes = shape.indexer
+    chosen = np.where(lengths > sizes.topk, lengths, 0.0)
+    pairs = attended_pairs(chosen, None) - attended_pairs(np.minimum(chosen, sizes.topk), None)
+    scores = (sizes.head_dim + 1) * sizes.heads * pairs
+    return 2.0 * shape.num_layers * (indexer_weights(shape) * chosen + scores)
 
 
 def _delta_rule(sizes: DeltaNetSizes, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -33,6 +33,9 @@ _SIZES = (
     "qk_nope_head_dim",
     "qk_rope_head_dim",
     "v_head_dim",
+    "index_head_dim",
+    "index_n_heads",
+    "index_topk",
     "linear_num_key_heads",
     "linear_num_value_heads",
     "linear_key_head_dim",
@@ -100,6 +103,24 @@ class LatentSizes:
 
     norm_eps: float = 1e-6
     """Epsilon of the latents' norms."""
+
+
+@dataclass(frozen=True)
+class IndexerSizes:
+    """Sizes of the indexer that selects the positions which a query attends."""
+
+    heads: int
+    head_dim: int
+    """Dimensions of a head, of which the first ``ModelShape.rotary.dim`` are rotated."""
+
+    topk: int
+    """Positions that a query attends; all up to its own where these are no more."""
+
+    interleaved: bool
+    """Whether its rotated pairs are neighbours, as in ``Rotary``."""
+
+    norm_eps: float = 1e-6
+    """Epsilon of the norm of its keys."""
 
 
 @dataclass(frozen=True)
@@ -190,7 +211,10 @@ class ModelShape:
     """Whether that expert has a gate of its own."""
 
     latent: LatentSizes | None = None
-    """Sizes of the mixer ``latent_attention``."""
+    """Sizes of the mixers ``latent_attention`` and ``sparse_latent_attention``."""
+
+    indexer: IndexerSizes | None = None
+    """Sizes of the mixer ``sparse_latent_attention`` besides."""
 
     carried: tuple[str, ...] = ()
     """Starts of the names of tensors in the checkpoint that are not trained."""

@@ -157,6 +157,26 @@ LATENT_ATTENTION = (
     Rule(("self_attention.linear_kv_up_proj.weight",), ("self_attn.kv_b_proj.weight",), Shard.ROWS),
     Rule(("self_attention.linear_proj.weight",), ("self_attn.o_proj.weight",), Shard.COLUMNS),
 )
+# Frozen, and whole on every rank. Its norm is float32 in DeepSeek's own code.
+_INDEXER = "self_attention.core_attention.indexer."
+INDEXER = (
+    *(
+        Rule(
+            (f"{_INDEXER}linear_{name}.weight",),
+            (f"self_attn.indexer.{name}.weight",),
+            takes_adapter=False,
+        )
+        for name in ("wq_b", "wk", "weights_proj")
+    ),
+    *(
+        Rule(
+            (f"{_INDEXER}k_norm.{name}",),
+            (f"self_attn.indexer.k_norm.{name}",),
+            keeps_float32=True,
+        )
+        for name in ("weight", "bias")
+    ),
+)
 UNGATED_SHARED_EXPERTS = (
     Rule(
         ("mlp.shared_experts.linear_fc1.weight",),

@@ -32,6 +32,7 @@ def tensor_sizes(family: Family, shape: ModelShape) -> Iterator[tuple[str, Sizes
         _norms(shape)
         | _attention(shape)
         | _latent_attention(shape)
+        | _indexer(shape)
         | _delta_net(shape)
         | _mlp(shape)
     )
@@ -89,6 +90,22 @@ def _latent_attention(shape: ModelShape) -> dict[str, Sizes]:
             latent.key_value_rank,
         ),
         "self_attn.o_proj.weight": (hidden, heads * latent.value_dim),
+    }
+
+
+def _indexer(shape: ModelShape) -> dict[str, Sizes]:
+    if shape.indexer is None or shape.latent is None:
+        return {}
+    sizes = shape.indexer
+    return {
+        "self_attn.indexer.wq_b.weight": (
+            sizes.heads * sizes.head_dim,
+            shape.latent.query_rank or 0,
+        ),
+        "self_attn.indexer.wk.weight": (sizes.head_dim, shape.hidden_size),
+        "self_attn.indexer.weights_proj.weight": (sizes.heads, shape.hidden_size),
+        "self_attn.indexer.k_norm.weight": (sizes.head_dim,),
+        "self_attn.indexer.k_norm.bias": (sizes.head_dim,),
     }
 
 

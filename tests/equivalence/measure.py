@@ -24,6 +24,8 @@ MODELS = {
     "moonlight": dict(kind="moonlight", seed=6),
     "glm_lite": dict(kind="glm_lite", seed=5),
     "glm": dict(kind="glm", seed=7),
+    "deepseek_v32": dict(kind="deepseek_v32", seed=4),
+    "glm_dsa": dict(kind="glm_dsa", seed=1),
     "minimax": dict(kind="minimax", seed=21),
     "gpt_oss": dict(kind="gpt_oss"),
     "next": dict(kind="next", seed=24, initializer_range=0.1),

@@ -99,6 +99,7 @@ _MTP_VOCABULARY = ("embed_tokens.weight", "shared_head.head.weight")
 _FP8 = "{weight,weight_scale_inv}"
 _INT4 = "{weight_packed,weight_scale,weight_shape}"
 _Q_LATENT = "q_a_proj,q_b_proj"
+_INDEXER = ("self_attn.indexer.weights_proj.weight", "self_attn.indexer.k_norm.{weight,bias}")
 _INV_FREQ = ("self_attn.rotary_emb.inv_freq",)
 
 
@@ -242,6 +243,30 @@ NAMES: dict[str, tuple[str, ...]] = {
             *_latent(61, 3, 255, queries=_Q_LATENT, ends=_FP8),
             *_layers(61, *_MTP, *_MTP_VOCABULARY, first=61),
         ),
+    ),
+    "DeepSeek-V3.2": (
+        *_OUTER,
+        *_latent(
+            61,
+            3,
+            255,
+            queries=_Q_LATENT,
+            ends=_FP8,
+            more=(f"self_attn.indexer.{{wq_b,wk}}.{_FP8}", *_INDEXER),
+        ),
+        *_layers(61, *_MTP, *_MTP_VOCABULARY, first=61),
+    ),
+    "GLM-5": (
+        *_OUTER,
+        *_latent(
+            78,
+            3,
+            255,
+            queries=_Q_LATENT,
+            ends="weight",
+            more=("self_attn.indexer.{wq_b,wk}.weight", *_INDEXER),
+        ),
+        *_layers(78, *_MTP, *_MTP_VOCABULARY, first=78),
     ),
     "Kimi-K2": (*_OUTER, *_latent(60, 1, 383, queries=_Q_LATENT, ends=_FP8, more=_INV_FREQ)),
     "Kimi-K2.5": (
@@ -405,6 +430,19 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "DeepSeek-V3": _DEEPSEEK,
     "DeepSeek-V3.1": _DEEPSEEK
     | dict(quantization_config=_DEEPSEEK["quantization_config"] | dict(scale_fmt="ue8m0")),
+    "DeepSeek-V3.2": (
+        example("deepseek_v3/DeepSeek-V3.2")
+        | dict(
+            attention_dropout=0.0,
+            bos_token_id=0,
+            eos_token_id=1,
+            ep_size=1,
+            initializer_range=0.02,
+            transformers_version="4.44.2",
+            use_cache=True,
+        )
+    ),
+    "GLM-5": example("glm_moe_dsa/GLM-5") | dict(transformers_version="5.0.2.dev0"),
     "Kimi-K2": (
         _DEEPSEEK
         | dict(

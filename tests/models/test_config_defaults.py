@@ -26,6 +26,8 @@ KINDS = (
     "moonlight",
     "kimi",
     "glm_lite",
+    "deepseek_v32",
+    "glm_dsa",
     "glm",
     "gpt_oss",
     "minimax",

@@ -37,6 +37,7 @@ WEIGHTS = {
     "deepseek": 4 * LATENT + DENSE + 3 * DEEPSEEK_MOE,
     "moonlight": 4 * (HIDDEN * 4 * 20 + LATENT_KEYS) + DENSE + 3 * DEEPSEEK_MOE,
     "glm_lite": 4 * LATENT + DENSE + 3 * (DEEPSEEK_MOE + EXPERT),
+    "deepseek_v32": 4 * LATENT + DENSE + 3 * DEEPSEEK_MOE,
     "glm": 4 * ATTENTION + DENSE + 3 * DEEPSEEK_MOE,
     "gpt_oss": 4 * (ATTENTION + 8 * HIDDEN + 2 * EXPERT),
     "minimax": 4 * (ATTENTION + 4 * HIDDEN + 2 * EXPERT),
@@ -53,6 +54,7 @@ MIXING = {
     "deepseek": 4 * 4 * (20 + 16) * PAIRS,
     "moonlight": 4 * 4 * (20 + 16) * PAIRS,
     "glm_lite": 4 * 4 * (20 + 16) * PAIRS,
+    "deepseek_v32": 4 * 4 * (20 + 16) * (1 + 2 + 3 + 4 + 5 + 95 * 6),  # of 6 selected keys
     "shared": 4 * 4 * 2 * 8 * PAIRS,
     # every other layer has a window of 5 keys
     "gpt_oss": 2 * 4 * 2 * 16 * (PAIRS + 1 + 2 + 3 + 4 + 96 * 5),
@@ -64,6 +66,9 @@ RULE = 2 * (
     2 * (2 * 4 * 64 * 64 * 6 + 8 * 64 * 64 * (6 + 8) // 2 + 8 * 64 * 64 * 8)
     + (3 + 2) * 8 * 64 * 6 * 8
 )
+# Indexers of 8 heads of 12: queries from 24 numbers, keys and weights; the scores of the queries
+# that have more than 6 keys.
+INDEXERS = 4 * (LENGTH * (8 * 12 * 24 + HIDDEN * (12 + 8)) + 8 * (12 + 1) * (PAIRS - 21))
 
 
 def shape_of(family: str, **overrides: Any) -> ModelShape:
@@ -78,8 +83,11 @@ def test_a_forward_pass_by_hand(family: str) -> None:
     assert forward.layers[0] == 2 * LENGTH * WEIGHTS[family]
     assert forward.scores[0] + forward.sums[0] == 2 * mixing
     assert forward.delta_rule[0] == 2 * rule
+    indexers = INDEXERS if family == "deepseek_v32" else 0
+    assert forward.indexer[0] == 2 * indexers
     assert forward.head[0] == 2 * SCORED * HEAD
-    assert forward.total[0] == 2 * (LENGTH * WEIGHTS[family] + mixing + rule + SCORED * HEAD)
+    tokens = LENGTH * WEIGHTS[family] + SCORED * HEAD
+    assert forward.total[0] == 2 * (tokens + mixing + rule + indexers)
 
 
 def test_a_training_step_by_hand() -> None:
@@ -97,6 +105,13 @@ def test_what_is_computed_again() -> None:
     assert forward.recomputed("none")[0] == head + attention / 2
     assert forward.recomputed("selective")[0] == head + attention * 3 / 2
     assert forward.recomputed("full")[0] == forward.total[0] + attention / 2
+
+
+def test_an_indexer_has_no_backward_pass_and_no_work_on_short_sequences() -> None:
+    shape = shape_of("deepseek_v32")
+    forward = forward_flops(shape, np.array([LENGTH]), np.array([SCORED]))
+    assert forward.training()[0] == 3 * (forward.total[0] - 2 * INDEXERS) + 2 * INDEXERS
+    assert forward_flops(shape, np.array([6]), np.array([3])).indexer[0] == 0
 
 
 def test_sequences_add_up_and_a_value_has_no_vocabulary() -> None:

@@ -18,6 +18,24 @@ MODELS = (
         test="tests/equivalence/test_layouts.py::test_family[deepseek-tp2-pp1-cp1-dp1-ep2-etp1]",
     ),
     SeededBug(
+        name="sparse attention: positions selected across the bound of a packed sequence",
+        file="megatron_gspo/mcore/indexer.py",
+        before="keys = key[run.start:run.start + stop]",
+        after="keys = key[:stop]",
+        test=(
+            "tests/mcore/test_sparse_attention.py::test_equals_loops_over_each_sequence_alone[1-1-deepseek_v32]"
+        ),
+    ),
+    SeededBug(
+        name="sparse attention: the indexer's pairs rotated as those of the attention",
+        file="megatron_gspo/mcore/indexer.py",
+        before="self.rotary = replace(shape.rotary, interleaved=sizes.interleaved)",
+        after="self.rotary = replace(shape.rotary)",
+        test=(
+            "tests/mcore/test_sparse_attention.py::test_equals_loops_over_each_sequence_alone[1-1-deepseek_v32]"
+        ),
+    ),
+    SeededBug(
         name="bias left at 0 when weights are loaded",
         file="megatron_gspo/mcore/hf_weights.py",
         before="mapped.rule is VALUE_HEAD and mapped.names[0] not in reader.names",

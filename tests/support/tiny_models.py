@@ -11,8 +11,10 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     DeepseekV3Config,
+    DeepseekV32Config,
     Glm4MoeConfig,
     Glm4MoeLiteConfig,
+    GlmMoeDsaConfig,
     GptOssConfig,
     Kimi_K25Config,
     MiniMaxM2Config,
@@ -50,6 +52,8 @@ _LATENT: dict[str, object] = dict(
     num_key_value_heads=4,
     rms_norm_eps=1e-3,
 )
+# Fewer positions than the samples have, and an indexer's heads of 12, of which 8 are rotated.
+_INDEXER: dict[str, object] = dict(index_topk=6, index_n_heads=8, index_head_dim=12)
 YARN = dict(
     rope_type="yarn",
     rope_theta=100.0,
@@ -172,6 +176,19 @@ _FAMILIES: dict[str, tuple[type[PretrainedConfig], dict[str, object]]] = {
         Glm4MoeLiteConfig,
         _SIGMOID | _LATENT | dict(rope_interleave=False, n_shared_experts=2),
     ),
+    "deepseek_v32": (
+        DeepseekV32Config,
+        _SIGMOID | _LATENT | _INDEXER | dict(rope_parameters=_SCALED),
+    ),
+    "glm_dsa": (
+        GlmMoeDsaConfig,
+        _SIGMOID
+        | _LATENT
+        | _INDEXER
+        | dict(
+            n_group=1, topk_group=1, rope_parameters=dict(rope_type="default", rope_theta=100.0)
+        ),
+    ),
     "gpt_oss": (GptOssConfig, _GPT_OSS),
     "next": (Qwen3NextConfig, _NEXT),
     "minimax": (MiniMaxM2Config, _MINIMAX),
@@ -248,6 +265,8 @@ def save_tiny_model(
     model = auto.from_config(tiny_config(kind, **overrides)).to(dtype)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
+            if ".indexer.k_norm." in name:  # as in DeepSeek's own code
+                parameter.data = parameter.data.float()
             if "norm" in name:
                 centre = 0.0 if kind in _ZERO_CENTRED and "linear_attn" not in name else 1.0
                 parameter.uniform_(centre - 0.5, centre + 0.5)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_gspo.models.flops import mixer_weights
+from megatron_gspo.models.flops import indexer_weights, mixer_weights
 from megatron_gspo.models.model_shape import ModelShape
 
 
@@ -28,7 +28,8 @@ class LayerParameters:
 def layer_parameters(shape: ModelShape, layer: int) -> LayerParameters:
     """The parameters of a layer of the whole model."""
     hidden = shape.hidden_size
-    attention = mixer_weights(shape, layer) + _vectors_of_mixer(shape, shape.mixers[layer])
+    attention = mixer_weights(shape, layer) + indexer_weights(shape)
+    attention += _vectors_of_mixer(shape, shape.mixers[layer])
     if not shape.moe_layers[layer]:
         return LayerParameters(attention, 3 * shape.ffn_hidden_size * hidden, 0, 2 * hidden)
     width = shape.moe_ffn_hidden_size
@@ -48,10 +49,9 @@ def _vectors_of_mixer(shape: ModelShape, mixer: str) -> int:
         assert net is not None
         filters = net.key_heads * net.convolved * net.kernel
         return filters + 2 * net.value_heads + net.value_size
-    if mixer == "latent_attention":
-        latent = shape.latent
-        assert latent is not None
-        return latent.key_value_rank + (latent.query_rank or 0)
+    if shape.latent is not None:
+        norms = shape.latent.key_value_rank + (shape.latent.query_rank or 0)
+        return norms + (2 * shape.indexer.head_dim if shape.indexer else 0)
     query = shape.num_attention_heads * shape.head_dim
     keys = shape.num_query_groups * shape.head_dim
     total = 0

@@ -73,10 +73,15 @@ def decode_attention(
         key: [B, kv_heads, S, dim].
         value: [B, kv_heads, S, e].
         attention_mask: [B, 1, 1, S] bool or None.
-        options: Transformers' own; `scaling` and `s_aux` are read, the sinks [heads]: a score
-            without a value for each head.
+        options: Transformers' own; `scaling` is read, `s_aux`, the sinks [heads]: a score without a
+            value for each head, and `indices` [B, queries, k]: the columns that sparse attention
+            attends, of those in the mask.
     """
     batch, heads, queries, dim = query.shape
+    indices = options.get("indices")
+    if indices is not None:
+        assert attention_mask is not None
+        attention_mask = attention_mask & _columns(indices, key.shape[2])
     sinks = options.get("s_aux")
     scaling = options.get("scaling")
     scale = dim**-0.5 if scaling is None else scaling
@@ -95,6 +100,12 @@ def decode_attention(
         scores = torch.cat((scores, column), dim=-1)
     weights = scores.softmax(-1)[..., : key.shape[2]]
     return torch.matmul(weights, value).view(batch, 1, heads, value.shape[-1]), None
+
+
+def _columns(indices: Tensor, count: int) -> Tensor:
+    """[B, 1, queries, count] bool: whether a column is among a query's ``indices`` [B, queries, k]."""
+    chosen = torch.zeros(*indices.shape[:2], count, dtype=torch.bool, device=indices.device)
+    return chosen.scatter_(-1, indices.long(), True)[:, None]
 
 
 def _with_sinks(

@@ -33,8 +33,8 @@ from megatron_gspo.routing_replay.perturbation import Perturbation, PerturbedPas
 
 
 class EmbeddedEngine:
-    """`RolloutEngine` on a Transformers causal language model whose attention is full, has windows
-    or is linear.
+    """`RolloutEngine` on a Transformers causal language model whose attention is full, has windows,
+    is linear or sparse.
 
     Samples do not depend on how prompts are batched or distributed over engines, except for the
     rounding of matrix products of different shapes: a draw within about 1e-7 of a boundary may
@@ -285,6 +285,6 @@ def _refuse_others(config: PretrainedConfig) -> None:
     if not is_served(config):
         raise ValueError(
             f"model type {config.model_type} has layers of {sorted(set(kinds_of(config)))}: the"
-            " embedded engine serves full attention, windows and linear attention beside them; use"
-            " a server engine"
+            " embedded engine serves full and sparse attention, windows, and linear attention beside"
+            " them; use a server engine"
         )

@@ -1,5 +1,6 @@
 """A key/value cache for decoding. It is written in place: a step copies one column, not the whole
-cache. Layers of linear attention keep their state instead."""
+cache. Layers of linear attention keep their state instead, those of sparse attention the keys of
+their indexer too."""
 
 from __future__ import annotations
 
@@ -67,6 +68,24 @@ class _BufferLayer(DynamicLayer):
         return self._key_buffer[:, :, : self.length], self._value_buffer[:, :, : self.length]
 
 
+class _IndexedLayer(_BufferLayer):
+    """A layer of sparse attention, which also keeps the keys of its indexer, [B, columns, dim]."""
+
+    def __init__(self, capacity: int) -> None:
+        super().__init__(capacity)
+        # As keys without values, which have heads.
+        self._indexer = _BufferLayer(capacity)
+
+    def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
+        """Append columns [B, L, dim] and return all that are in use."""
+        keys = indexer_key_states[:, None]
+        return self._indexer.update(keys, keys[..., :0])[0][:, 0]
+
+    def select_rows(self, rows: Tensor, capacity: int) -> None:
+        super().select_rows(rows, capacity)
+        self._indexer.select_rows(rows, capacity)
+
+
 class _StateLayer(LinearAttentionLayer):
     """The state of a gated delta net and the last tokens of its convolution, of the same size
     after any length.
@@ -82,6 +101,7 @@ class _StateLayer(LinearAttentionLayer):
 _LAYERS: dict[str, Any] = {
     "full_attention": _BufferLayer,
     "sliding_attention": _BufferLayer,  # keeps all columns
+    "indexed_attention": _IndexedLayer,
     "linear_attention": lambda capacity: _StateLayer(),
 }
 

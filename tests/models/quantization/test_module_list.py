@@ -41,7 +41,18 @@ ALL = (
 
 @pytest.mark.parametrize(
     "kind",
-    ["dense", "moe", "shared", "deepseek", "moonlight", "glm", "glm_lite", "next", "minimax"],
+    [
+        "dense",
+        "moe",
+        "shared",
+        "deepseek",
+        "moonlight",
+        "glm",
+        "glm_lite",
+        "glm_dsa",
+        "next",
+        "minimax",
+    ],
 )
 def test_linear_modules_are_those_of_transformers(kind):
     """All `nn.Linear`, and the router and experts, which Transformers has as parameters of

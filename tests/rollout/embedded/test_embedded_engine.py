@@ -225,7 +225,7 @@ def test_what_cannot_be_served_is_refused_in_one_line(tmp_path):
         (
             dense_config(layer_types=["full_attention", "chunked_attention"]),
             {},
-            "full attention, windows and linear attention beside them",
+            "full and sparse attention, windows, and linear attention beside them",
         ),
     ]:
         with pytest.raises(ValueError, match=message):

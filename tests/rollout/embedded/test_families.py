@@ -27,7 +27,8 @@ from tests.support.reference_models import (
 )
 from tests.support.tiny_models import save_tiny_model, tiny_config
 
-SIGMOID = ("deepseek", "moonlight", "glm_lite", "glm", "minimax")  # routers with a bias
+SPARSE = ("deepseek_v32", "glm_dsa")  # attention to the positions that an indexer selects
+SIGMOID = ("deepseek", "moonlight", "glm_lite", "glm", "minimax", *SPARSE)  # routers with a bias
 DELTA = ("next", "qwen35_moe")  # with gated delta nets
 SOFTMAX = ("gpt_oss", *DELTA)
 BIAS = ".e_score_correction_bias"
@@ -44,6 +45,9 @@ def build(kind):
     reference = reference_model(config, scale=0.6 if kind in DELTA else 1.5)
     for bias in biases(reference).values():
         bias.copy_(torch.linspace(-0.4, 0.4, len(bias)))
+    if kind in SPARSE:  # the padding's zeros would give all positions the same score
+        padding = reference.model.embed_tokens.weight[0]
+        padding.copy_(torch.linspace(-0.4, 0.4, len(padding)))
     return reference, loaded_engine(config, checkpoint(reference), return_routed_experts=True)
 
 

@@ -41,7 +41,7 @@ def changed(model: Path, folder: Path, tensors: dict[str, torch.Tensor], **confi
     return folder
 
 
-@pytest.mark.parametrize("kind", ["deepseek", "moonlight", "glm_lite", "glm"])
+@pytest.mark.parametrize("kind", ["deepseek", "moonlight", "glm_lite", "glm", "deepseek_v32"])
 def test_the_bias_stays_in_float32_and_files_come_back_byte_by_byte(kind, model, tmp_path):
     if kind != "deepseek":
         model = Path(save_tiny_model(tmp_path / "plain", kind, dtype=torch.bfloat16))

@@ -82,6 +82,7 @@ FAMILIES = (
     "deepseek",
     "moonlight",
     "glm_lite",
+    "deepseek_v32",
     "glm",
     "next",
     "minimax",

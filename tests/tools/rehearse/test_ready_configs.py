@@ -32,9 +32,11 @@ FEWEST = {
     "glm47_355b": 16,
     "gpt_oss_120b": 8,
     "deepseek_v3": 43,
+    "glm5_744b": 24,
     "kimi_k25": 25,
 }
-LENGTHS = {"data.max_prompt_length": 512, "rollout.max_response_length": 1536}
+# Together more than sparse attention selects.
+LENGTHS = {"data.max_prompt_length": 512, "rollout.max_response_length": 1600}
 
 
 def fewest_layers(file: Path) -> int:
@@ -89,7 +91,7 @@ def short(file: Path) -> list[str]:
     """
     batch = 4 * load_config(file).parallel.data_parallel_size(processes(file))
     sizes = LENGTHS | {
-        "training.max_tokens_per_micro_batch": 4096,
+        "training.max_tokens_per_micro_batch": 4224,
         "training.global_batch_size": batch,
     }
     return [f"{key}={value}" for key, value in sizes.items()]
