@@ -152,6 +152,57 @@ def check_rollout_correction(algorithm: AlgorithmConfig) -> None:
         raise ConfigError("algorithm.rollout_rs_threshold", None, problem, fix)
 
 
+def check_score_centering(algorithm: AlgorithmConfig, *, samples_are_runs: bool) -> None:
+    """The weight of every token of the vocabulary is known, not only of the sampled one.
+
+    samples_are_runs: of agents, or episodes.
+    """
+    if not algorithm.score_centering:
+        return
+    by_token = not algorithm.sequence_level
+    token_rule = next(
+        (
+            key
+            for key in ("rollout_is", "rollout_rs")
+            if getattr(algorithm, key).startswith("token")
+        ),
+        None,
+    )
+    fix = "set it to 0"
+    if algorithm.is_supervised:
+        problem = "sft has no rollouts"
+    elif samples_are_runs:
+        problem = "runs and episodes have the log-probs of sampled tokens alone"
+    elif by_token and algorithm.has_own_surrogate:
+        problem = (
+            "your own algorithm.surrogate has no known weight for tokens that were not sampled"
+        )
+    elif by_token and algorithm.old_log_probs == "rollout" and not algorithm.weighs_by_rollout:
+        problem = "the clip of algorithm.old_log_probs = rollout depends on the sampled token"
+        fix = "set algorithm.old_log_probs: recompute, or algorithm.name: cispo"
+    elif not by_token and token_rule is not None:
+        problem = f"{algorithm.name} has one ratio per response and algorithm.{token_rule} by token"
+        fix = f"set algorithm.{token_rule}: geometric"
+    elif algorithm.rollout_rs == "token_binary_kl":
+        problem = (
+            "which other tokens algorithm.rollout_rs = token_binary_kl would keep is not known"
+        )
+        fix = "set algorithm.rollout_rs: token"
+    elif algorithm.rollout_rs == "token" and algorithm.rollout_rs_denominator == "kept":
+        problem = "a rejected token takes its position out of the loss, and the centering with it"
+        fix = "set algorithm.rollout_rs_denominator: all"
+    else:
+        return
+    raise ConfigError("algorithm.score_centering", algorithm.score_centering, problem, fix)
+
+
+def check_top_ids(algorithm: AlgorithmConfig, vocab_size: int) -> None:
+    """The model has as many ids. vocab_size: in its config.json."""
+    if (count := algorithm.score_centering) > vocab_size:
+        problem = f"the model has {vocab_size} ids"
+        raise ConfigError("algorithm.score_centering", count, problem, "lower it, 32 is usual")
+
+
 def check_routing(routing: RoutingConfig, algorithm: AlgorithmConfig) -> None:
     """Routing replay has routes to replay, and its keys have an effect."""
     if routing.replay != "none" and not algorithm.has_ratio:

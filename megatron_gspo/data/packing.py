@@ -39,6 +39,8 @@ __all__ = [
 OPTIONAL_FIELDS = ("old_log_probs", "rollout_log_probs", "ref_log_probs", "values", "returns")
 TEACHER_FIELDS = ("teacher_top_ids", "teacher_top_log_probs")
 """Of batches alone: samples have no such fields."""
+CENTERING_FIELDS = ("rollout_top_ids", "rollout_top_log_probs", "centering_advantages")
+"""Of batches alone, with score centering."""
 
 
 @dataclass(frozen=True)
@@ -106,6 +108,9 @@ class PackedBatch:
     missing_routes: [T] bool, where the sample's route isn't known; None where the batch has none.
     teacher_top_ids, teacher_top_log_probs: [T, K] int32 and float32, 0 where loss_mask is 0; None
         where no teacher has scored the batch, and in a batch without samples.
+    rollout_top_ids, rollout_top_log_probs: the same of the rollout engine.
+    centering_advantages: [T] float32, 0 where loss_mask is 0; None without score centering, and in
+        a batch without samples.
     cu_seqlens: [r+1] int32, padded bounds of the rows, 0 .. T of the full batch, also in a shard.
     max_seqlen: longest padded row, in tokens.
     num_segments: n.
@@ -143,6 +148,9 @@ class PackedBatch:
     missing_routes: Tensor | None = None
     teacher_top_ids: Tensor | None = None
     teacher_top_log_probs: Tensor | None = None
+    rollout_top_ids: Tensor | None = None
+    rollout_top_log_probs: Tensor | None = None
+    centering_advantages: Tensor | None = None
     micro_batch: int = 0
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> PackedBatch:
@@ -193,8 +201,8 @@ def pack(
         under sequence parallelism).
     num_sequences, num_tokens: counts over the global mini-batch (`count_trained`, summed over
         ranks).
-    optional: which of OPTIONAL_FIELDS (of a batch also TEACHER_FIELDS) the packed batch carries;
-        None takes those OPTIONAL_FIELDS that the samples carry.
+    optional: which of OPTIONAL_FIELDS (of a batch also TEACHER_FIELDS and CENTERING_FIELDS) the
+        packed batch carries; None takes those OPTIONAL_FIELDS that the samples carry.
     routes: the model's sizes where the batch is to carry the samples' routes (`check_routes` them
         before).
 
@@ -290,6 +298,9 @@ def pack_responses(
         missing_routes=missing_routes,
         teacher_top_ids=carried.get("teacher_top_ids"),
         teacher_top_log_probs=carried.get("teacher_top_log_probs"),
+        rollout_top_ids=carried.get("rollout_top_ids"),
+        rollout_top_log_probs=carried.get("rollout_top_log_probs"),
+        centering_advantages=carried.get("centering_advantages"),
     )
 
 

@@ -30,6 +30,8 @@ _FLOAT_FIELDS = (
     "values",
     "returns",
 )
+# The same, [R, K] of their dtypes.
+_TOP_FIELDS = {"rollout_top_ids": np.int32, "rollout_top_log_probs": np.float32}
 _NO_TOKENS = Columns.of([], np.zeros(0, dtype=np.int64))
 # On stages of a pipeline without the loss.
 _NO_RESPONSES = Columns.of(
@@ -62,7 +64,8 @@ class TrainingBatch(BatchTable):
         environment; `rollout_log_probs`, `old_log_probs`, `ref_log_probs`, `advantages`, `values`
         and `returns` float32, `token_versions` int32, as far as a phase has added them; of a
         teacher `teacher_log_probs` float32, and of its K most likely ids `teacher_top_ids` int32
-        and `teacher_top_log_probs` float32 [tokens, K]. Without samples on stages of a pipeline
+        and `teacher_top_log_probs` float32 [tokens, K]; of the rollout engine `rollout_top_ids` and
+        `rollout_top_log_probs`, and `centering_advantages` float32. Without samples on stages of a pipeline
         that don't have the loss.
     rows: a value for each sequence of the model that a sample is: its `length` in tokens. All
         samples have one row but runs of agents.
@@ -243,6 +246,7 @@ class TrainingBatchBuilder:
         if has_tokens:
             self._input_arrays["tokens"] = np.empty(tokens, dtype=np.int64)
         self._added = 0
+        self._with_top_ids = 0
         self._response_arrays: dict[str, np.ndarray] = {}
         self._turn_arrays: dict[str, np.ndarray] = {}
         if has_loss:
@@ -335,6 +339,8 @@ class TrainingBatchBuilder:
             if name not in arrays:
                 arrays[name] = np.empty(self._responses.num_tokens, dtype=np.float32)
             arrays[name][response] = values
+        if sample.rollout_top_ids is not None:
+            self._add_top_ids(sample, response)
         versions = sample.token_versions
         # Its arrays are views of the columns: the originals' memory is free.
         self._samples[position] = replace(
@@ -343,6 +349,8 @@ class TrainingBatchBuilder:
             loss_mask=arrays["loss_mask"][response],
             token_versions=None if versions is None else arrays["token_versions"][response],
             rollout_log_probs=None,
+            rollout_top_ids=None,
+            rollout_top_log_probs=None,
             old_log_probs=None,
             ref_log_probs=None,
             advantages=None,
@@ -351,6 +359,23 @@ class TrainingBatchBuilder:
             routed_experts=None,
             missing_routes=None,
         )
+
+    def _add_top_ids(self, sample: Sample, response: slice) -> None:
+        """response: its tokens in the columns."""
+        self._with_top_ids += 1
+        for name, dtype in _TOP_FIELDS.items():
+            values = getattr(sample, name)
+            column = self._response_arrays.get(name)
+            if column is None:
+                sizes = (self._responses.num_tokens, values.shape[1])
+                column = self._response_arrays[name] = np.empty(sizes, dtype=dtype)
+            if values.shape != (sample.response_length, column.shape[1]):
+                raise ValueError(
+                    f"sample {sample.prompt_index}/{sample.sample_index}: {name} has shape"
+                    f" {list(values.shape)}; it must be"
+                    f" {[sample.response_length, column.shape[1]]}"
+                )
+            column[response] = values
 
     def batch(
         self, group: dist.ProcessGroup | None = None, pipeline: dist.ProcessGroup | None = None
@@ -362,6 +387,11 @@ class TrainingBatchBuilder:
             group, pipeline: of the batch, see `TrainingBatch`.
         """
         assert self._added == len(self._inputs), f"{self._added} of {len(self._inputs)} arrived"
+        if self._with_top_ids not in (0, self._added):
+            raise ValueError(
+                f"rollout_top_ids is missing from {self._added - self._with_top_ids} of"
+                f" {self._added} samples; fill it in for all or for none"
+            )
         if not self._table["has_rollout_log_probs"].all():
             self._response_arrays.pop("rollout_log_probs", None)
         if not self._table["has_routes"].all():

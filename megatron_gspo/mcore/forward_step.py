@@ -24,6 +24,8 @@ from megatron_gspo.algorithms import (
     Distillation,
     LossExtras,
     Objective,
+    ScoreCentering,
+    centering,
     divergence,
     policy_loss,
 )
@@ -146,6 +148,7 @@ def policy_forward_step(
     routing: Sequence[MicroBatchRoutes] | None = None,
     chunk_bytes: int | None = None,
     distillation: Distillation | None = None,
+    score_centering: ScoreCentering | None = None,
 ) -> ForwardStep:
     """A ``forward_step`` for Megatron's ``get_forward_backward_func()``: all that a training loop
     of your own needs.
@@ -156,7 +159,8 @@ def policy_forward_step(
     ``groups`` defaults to Megatron's parallel state. ``routing``: ``routes_of_mini_batch`` of this
     mini-batch; call ``check_uses`` of each after the schedule. ``chunk_bytes``: of
     ``LogProbOptions``. ``distillation``: the divergence from a teacher whose most likely ids the
-    batches carry; None without. The schedule returns, on the last
+    batches carry; None without. ``score_centering``: how the loss weighs a token, of batches that
+    carry the rollout engine's most likely ids; None without. The schedule returns, on the last
     stage and for each micro-batch, ``{"metrics": shares that add up, "log_probs": [t] of this
     shard, 0 where not trained}``.
 
@@ -191,14 +195,23 @@ def policy_forward_step(
     ) -> tuple[Tensor, PolicyLossOutput]:
         batch = inputs.batch
         labels = batch.labels
-        if batch.teacher_top_ids is not None:
-            labels = torch.cat((labels[:, None], batch.teacher_top_ids), dim=1)
+        both = (batch.teacher_top_ids, batch.rollout_top_ids)
+        top_ids = [ids for ids in both if ids is not None]
+        if top_ids:
+            labels = torch.cat((labels[:, None], *top_ids), dim=1)
         log_probs, entropy = token_log_probs(model, hidden, labels, groups, options, inputs.scored)
-        from_teacher = None
+        of_top_ids: Sequence[Tensor] = ()
+        if top_ids:
+            counts = [1, *(ids.shape[1] for ids in top_ids)]
+            sampled, *of_top_ids = log_probs.split(counts, dim=1)
+            log_probs = sampled[:, 0]
+        from_teacher = of_rollout = None
         if batch.teacher_top_log_probs is not None:
             assert distillation is not None, "the batch has a teacher's ids"
-            from_teacher = divergence(distillation, log_probs[:, 1:], batch.teacher_top_log_probs)
-            log_probs = log_probs[:, 0]
+            from_teacher = divergence(distillation, of_top_ids[0], batch.teacher_top_log_probs)
+        if batch.rollout_top_log_probs is not None:
+            assert score_centering is not None, "the batch has the rollout engine's ids"
+            of_rollout = centering(score_centering, of_top_ids[-1], batch.rollout_top_log_probs)
         extras = LossExtras(
             batch.num_segments,
             batch.ref_log_probs,
@@ -206,6 +219,8 @@ def policy_forward_step(
             sum_over_context=sum_over(groups.cp),
             rollout_log_probs=batch.rollout_log_probs,
             divergence=from_teacher,
+            centering=of_rollout,
+            centering_advantages=batch.centering_advantages,
         )
         loss, metrics = policy_loss(
             objective,

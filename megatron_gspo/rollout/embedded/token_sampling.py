@@ -4,6 +4,8 @@ batch layout.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -61,14 +63,29 @@ def sequence_uniforms(
     return (bits >> np.uint64(8)).astype(np.float32) * np.float32(2.0**-24)
 
 
-def choose_tokens(
-    logits: Tensor, uniforms: Tensor | None, sampling: SamplingParams
-) -> tuple[Tensor, Tensor]:
-    """The next token of every row and its log-probability.
+class Choice(NamedTuple):
+    """The next token of each of B rows."""
 
-    logits: [B, V] any float dtype; uniforms: [B] float32 in [0, 1) (not read when greedy). Returns
-    tokens [B] int64 and log-probs [B] float32 under softmax(logits / temperature), untruncated. A
-    row with NaN logits gets some token and a NaN log-prob.
+    tokens: Tensor
+    """[B] int64."""
+
+    log_probs: Tensor
+    """[B] float32 under softmax(logits / temperature), untruncated."""
+
+    top_ids: Tensor
+    """[B, K] int64, the most likely ids, descending."""
+
+    top_log_probs: Tensor
+    """[B, K] float32, of these."""
+
+
+def choose_tokens(
+    logits: Tensor, uniforms: Tensor | None, sampling: SamplingParams, *, top_count: int = 0
+) -> Choice:
+    """The next token of every row.
+
+    logits: [B, V] any float dtype; uniforms: [B] float32 in [0, 1) (not read when greedy);
+    top_count: K of the result. A row with NaN logits gets some token and a NaN log-prob.
     """
     scores = logits.float()
     if sampling.scoring_temperature != 1.0:
@@ -79,7 +96,9 @@ def choose_tokens(
     else:
         assert uniforms is not None
         tokens = _inverse_cdf((scores - total).exp_(), uniforms, sampling)
-    return tokens[:, 0], (scores.gather(1, tokens) - total)[:, 0]
+    top_scores, top_ids = scores.topk(top_count, dim=-1)
+    log_probs = (scores.gather(1, tokens) - total)[:, 0]
+    return Choice(tokens[:, 0], log_probs, top_ids, top_scores - total)
 
 
 def _inverse_cdf(probs: Tensor, uniforms: Tensor, sampling: SamplingParams) -> Tensor:

@@ -91,7 +91,7 @@ def test_drawn_frequencies_match_the_exact_distribution(temperature, top_k, top_
     draws = torch.from_numpy(
         sequence_uniforms(1, np.arange(n), np.zeros(n, dtype=np.int64), 1)[:, 0]
     )
-    tokens, log_probs = choose_tokens(torch.tensor(LOGITS).expand(n, -1), draws, sampling)
+    tokens, log_probs, *_ = choose_tokens(torch.tensor(LOGITS).expand(n, -1), draws, sampling)
     expected, untruncated = exact_probs(LOGITS, temperature, top_k, top_p)
     counts = np.bincount(tokens.numpy(), minlength=len(LOGITS))
     support = np.array(expected) > 0
@@ -125,14 +125,24 @@ def test_tokens_of_probability_zero_are_never_drawn():
     logits = torch.full((2, 6), float("-inf"))
     logits[:, [2, 4]] = 0.0
     draws = torch.tensor([0.0, 1.0 - 2.0**-24])
-    tokens, log_probs = choose_tokens(logits, draws, SamplingParams(1, 1))
+    tokens, log_probs, *_ = choose_tokens(logits, draws, SamplingParams(1, 1))
     assert tokens.tolist() == [2, 4]
     np.testing.assert_allclose(log_probs, math.log(0.5), rtol=1e-6)
 
 
 def test_greedy_takes_the_argmax_and_scores_at_temperature_one():
     logits = torch.tensor([LOGITS, LOGITS[::-1]])
-    tokens, log_probs = choose_tokens(logits, None, SamplingParams(1, 1, temperature=0.0))
+    tokens, log_probs, *_ = choose_tokens(logits, None, SamplingParams(1, 1, temperature=0.0))
     assert tokens.tolist() == [2, 5]
     _, probs = exact_probs(LOGITS, 1.0, 0, 1.0)
     np.testing.assert_allclose(log_probs, math.log(probs[2]), atol=1e-6)
+
+
+def test_the_most_likely_ids_and_their_log_probs_at_the_temperature():
+    logits = torch.tensor([LOGITS, LOGITS[::-1]])
+    choice = choose_tokens(logits, torch.zeros(2), SamplingParams(1, 1, 0.6), top_count=3)
+    _, probs = exact_probs(LOGITS, 0.6, 0, 1.0)
+    assert choice.top_ids.tolist() == [[2, 4, 6], [5, 3, 1]]
+    expected = np.log([[probs[2], probs[4], probs[6]]] * 2)
+    np.testing.assert_allclose(choice.top_log_probs.numpy(), expected, atol=1e-6)
+    assert choose_tokens(logits, torch.zeros(2), SamplingParams(1, 1)).top_ids.shape == (2, 0)
