@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_gspo.algorithms import Distillation, Objective, preset
+from megatron_gspo.algorithms import Distillation, Objective, ScoreCentering, preset
 from megatron_gspo.config import LoRAConfig
 from megatron_gspo.data.sample import Sample
 from tests.algorithms.reference import TAPERED
@@ -28,7 +28,7 @@ class Scenario:
     ``spread``: how far, in nats, the old log-probs are from the current ones: by sequence and again
     by token. ``replay``: the samples carry random routes, which every pass uses. ``branches``: some
     samples are several rows, as an agent's run is. ``distillation``: from a teacher with
-    ``teacher_columns``.
+    ``teacher_columns``. ``score_centering``: of a rollout engine with ``rollout_columns``.
     """
 
     objective: Objective
@@ -38,6 +38,7 @@ class Scenario:
     replay: bool = False
     branches: bool = False
     distillation: Distillation | None = None
+    score_centering: ScoreCentering | None = None
 
 
 # With these every metric takes a value that is neither 0 nor 1 (see test_truth.py): one sequence
@@ -99,12 +100,21 @@ OTHERS = {
     "minirl": Scenario(preset("minirl", max_weight=1.2), 0.2, per_token=True),
     "ppo": Scenario(preset("ppo"), 0.2, per_token=True),
     "a surrogate of one's own": Scenario(TAPERED, 0.2, per_token=True),
-    "distilled": Scenario(
+    "centred, replayed": Scenario(
+        preset("grpo"),
+        0.2,
+        per_token=True,
+        temperature=0.8,
+        replay=True,
+        score_centering=ScoreCentering(bounds=(0.1, 4.0), kept=(0.03, 50.0)),
+    ),
+    "distilled, centred": Scenario(
         preset("gspo_token", epsilon_low=0.02, epsilon_high=0.03, entropy_coef=0.01),
         0.05,
         per_token=True,
         temperature=0.8,
         distillation=Distillation(coef=0.7, forward_weight=0.4),
+        score_centering=ScoreCentering(),
     ),
 }
 ALL = SCENARIOS | REPLAYED | BRANCHED | OTHERS
@@ -287,6 +297,18 @@ def teacher_columns(
         "teacher_top_ids": ids.astype(np.int32),
         "teacher_top_log_probs": np.log(shares).astype(np.float32),
     }
+
+
+def rollout_columns(
+    samples: list[Sample], vocab_size: int, *, count: int = 4, seed: int = 8
+) -> dict[str, np.ndarray]:
+    """Columns of a batch of the samples, for score centering: distributions as those of a teacher,
+    and advantages."""
+    g = np.random.default_rng(seed)
+    of_teacher = teacher_columns(samples, vocab_size, count=count, seed=seed)
+    advantages = g.normal(size=len(of_teacher["teacher_top_ids"]))
+    renamed = {name.replace("teacher", "rollout"): of_teacher[name] for name in of_teacher}
+    return renamed | {"centering_advantages": advantages.astype(np.float32)}
 
 
 def max_difference(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:

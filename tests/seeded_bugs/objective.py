@@ -6,6 +6,33 @@ from tests.seeded_bugs.seeded_bug import SeededBug
 
 OBJECTIVE = (
     SeededBug(
+        name="score centering: the tail has the policy's own mass",
+        file="megatron_gspo/algorithms/score_centering.py",
+        before="rho = rest_of_q / rest_of_p",
+        after="rho = torch.ones_like(rest_of_p)",
+        test=(
+            "tests/algorithms/test_score_centering.py"
+            "::test_the_expected_gradient_is_the_covariance_alone"
+        ),
+    ),
+    SeededBug(
+        name="score centering: the coefficients have a gradient",
+        file="megatron_gspo/algorithms/score_centering.py",
+        before="with torch.no_grad():\n        p = log_probs.exp()",
+        after="with torch.enable_grad():\n        p = log_probs.exp()",
+        test="tests/algorithms/test_score_centering.py::test_value_and_gradient_against_a_loop",
+    ),
+    SeededBug(
+        name="score centering: the engine's ids include the draw",
+        file="megatron_gspo/rollout/vllm/response_parser.py",
+        before="entry.rank is not None and entry.rank <= context.top_count",
+        after="entry.rank is not None",
+        test=(
+            "tests/rollout/vllm/test_response_parser.py"
+            "::test_the_most_likely_ids_do_not_depend_on_the_draw"
+        ),
+    ),
+    SeededBug(
         name="sequence ratio from one context rank's tokens",
         file="megatron_gspo/algorithms/ratio_levels.py",
         before="mean_log_ratio = total / lengths.clamp_min(1)",

@@ -220,16 +220,21 @@ def _top(choice: Choice, context: RequestContext) -> list[list[tuple[float, int]
         )
         for row in rows or ()
     ]
+    _refuse_floor([log_prob for row in ranked for _, log_prob, _ in row], context)
     return [[(log_prob, token) for _, log_prob, token in row] for row in ranked]
 
 
 def _finite(values: list[float], context: RequestContext) -> np.ndarray:
+    _refuse_floor(values, context)
+    return checked_log_probs(values, context)
+
+
+def _refuse_floor(values: list[float], context: RequestContext) -> None:
     if _FLOOR in values:
         raise ResponseError(
             f"{context.name}: the log-prob {_FLOOR:g} came back, which vLLM sends in place of NaN"
             " and minus infinity"
         )
-    return checked_log_probs(values, context)
 
 
 def _routes(response: GenerateResponse, count: int, context: RequestContext) -> np.ndarray:
