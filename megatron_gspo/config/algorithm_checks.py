@@ -12,6 +12,7 @@ from megatron_gspo.config.config_error import ConfigError, show
 from megatron_gspo.config.fields import default_of
 from megatron_gspo.config.model_sections import ModelConfig
 from megatron_gspo.config.rollout_sections import RolloutConfig, RoutingConfig
+from megatron_gspo.models.config_defaults import HFConfig
 
 
 def refuse_products_of_ratios(algorithm: object) -> None:
@@ -196,10 +197,11 @@ def check_score_centering(algorithm: AlgorithmConfig, *, samples_are_runs: bool)
     raise ConfigError("algorithm.score_centering", algorithm.score_centering, problem, fix)
 
 
-def check_top_ids(algorithm: AlgorithmConfig, vocab_size: int) -> None:
-    """The model has as many ids. vocab_size: in its config.json."""
-    if (count := algorithm.score_centering) > vocab_size:
-        problem = f"the model has {vocab_size} ids"
+def check_top_ids(algorithm: AlgorithmConfig, hf: HFConfig) -> None:
+    """The model has as many ids. hf: its config.json."""
+    count = algorithm.score_centering
+    if count and count > hf["vocab_size"]:
+        problem = f"the model has {hf['vocab_size']} ids"
         raise ConfigError("algorithm.score_centering", count, problem, "lower it, 32 is usual")
 
 

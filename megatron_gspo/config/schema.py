@@ -181,7 +181,7 @@ class Config:
         if self.agents.max_context is not None:
             check_context("agents.max_context", self.agents.max_context, hf)
         check_targets(self.lora, hf)
-        check_top_ids(self.algorithm, hf["vocab_size"])
+        check_top_ids(self.algorithm, hf)
         resolve_quantization(self.rollout.quantization, hf)
         if self.critic.path is not None:
             critic = read_hf_config(self.critic.path, "critic.path")

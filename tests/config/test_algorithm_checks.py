@@ -7,6 +7,8 @@ from __future__ import annotations
 import pytest
 
 from megatron_gspo.algorithms import ScoreCentering
+from megatron_gspo.config import ConfigError
+from megatron_gspo.config.algorithm_checks import check_top_ids
 from tests.config.building import ENVIRONMENT, PPO, SFT, assert_refused, build
 
 
@@ -204,3 +206,10 @@ def test_the_weight_of_a_token(
 ) -> None:
     assert build(plain, *overrides).algorithm.centering == ScoreCentering(bounds=bounds, kept=kept)
     assert build(plain, "algorithm.name=grpo").algorithm.centering is None
+
+
+def test_centering_has_no_more_ids_than_the_model(plain: dict) -> None:
+    algorithm = build(plain, *ON).algorithm
+    check_top_ids(algorithm, {"vocab_size": 8})
+    with pytest.raises(ConfigError, match="score_centering = 8: the model has 7 ids; lower it"):
+        check_top_ids(algorithm, {"vocab_size": 7})
