@@ -236,7 +236,8 @@ def _centred(
     assert o.surrogate == "clip" and o.dual_clip is None and o.max_log_ratio > 1
     advantage = float(batch.advantages[t])
     ratio = float(_ratio(o, batch, log_probs, t, log_ratios).detach())
-    cut = _cut(o, advantage, ratio, float(log_probs[t]), float(batch.old_log_probs[t]))
+    log_prob = float(log_probs[t].detach())
+    cut = _cut(o, advantage, ratio, log_prob, float(batch.old_log_probs[t]))
     return 0.0 if any(cut) else advantage * ratio
 
 

@@ -159,7 +159,7 @@ def response_centering(
         top_log_probs.tolist(),
         strict=True,
     ):
-        p = [math.exp(float(row[token])) for token in ids]
+        p = [math.exp(float(row.detach()[token])) for token in ids]
         q = [math.exp(value) for value in log_q]
         rho = (1 - sum(q)) / (1 - sum(p))
         alpha = rho * _weight(weighing, 1 / rho)
