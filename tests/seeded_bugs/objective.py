@@ -23,13 +23,13 @@ OBJECTIVE = (
         test="tests/algorithms/test_score_centering.py::test_value_and_gradient_against_a_loop",
     ),
     SeededBug(
-        name="score centering: the engine's ids include the draw",
-        file="megatron_gspo/rollout/vllm/response_parser.py",
-        before="entry.rank is not None and entry.rank <= context.top_count",
-        after="entry.rank is not None",
+        name="score centering: the draw takes the place of the last of vLLM's ids",
+        file="megatron_gspo/rollout/vllm/vllm_api.py",
+        before="return context.top_count + 1 if context.top_count else 0",
+        after="return context.top_count",
         test=(
-            "tests/rollout/vllm/test_response_parser.py"
-            "::test_the_most_likely_ids_do_not_depend_on_the_draw"
+            "tests/rollout/vllm/test_vllm_api.py"
+            "::test_log_probs_are_requested_where_they_are_over_the_whole_vocabulary"
         ),
     ),
     SeededBug(
