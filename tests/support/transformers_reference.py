@@ -151,7 +151,8 @@ def response_centering(
     """The centering of each response token, float64 ``[R]``, over the ids of the last two arguments
     ``[R, K]``: a loop."""
     tokens = torch.from_numpy(sample.tokens)[None]
-    logits = model(input_ids=tokens, use_cache=False).logits[0, sample.prompt_length - 1 : -1]
+    with replayed(model, sample.routed_experts, sample.missing_routes):
+        logits = model(input_ids=tokens, use_cache=False).logits[0, sample.prompt_length - 1 : -1]
     values = []
     for row, ids, log_q in zip(
         torch.log_softmax(logits / temperature, dim=-1),
