@@ -35,6 +35,7 @@ from .presets import PRESETS
 from .ratio_histogram import RatioHistogram
 from .ratio_statistics import effective_sample_size, ratio_histograms, ratio_quantiles
 from .reduction import Reduction, reduction_of
+from .sampling_support import over_support
 from .score_centering import ScoreCentering, centering
 from .segments import Segments
 from .surrogate import Clip, check_surrogate
@@ -68,6 +69,7 @@ __all__ = [
     "group_advantages",
     "kl_penalty",
     "mismatch_metrics",
+    "over_support",
     "overlong_penalty",
     "policy_loss",
     "preset",

@@ -61,6 +61,7 @@ from megatron_gspo.config.rollout_checks import (
     check_environment_file,
     check_offloading,
     check_sampling,
+    check_support,
 )
 from megatron_gspo.config.rollout_sections import RolloutConfig, RoutingConfig
 from megatron_gspo.config.server_checks import check_server_files, check_servers
@@ -202,6 +203,12 @@ class Config:
         )
         check_distillation(self.distillation, self.algorithm, self.rollout)
         check_sampling(self.rollout, self.evaluation)
+        check_support(
+            self.rollout,
+            self.algorithm,
+            has_teacher=self.distillation.is_on,
+            samples_are_runs=self.samples_are_runs,
+        )
         check_rollout_correction(self.algorithm)
         check_score_centering(self.algorithm, samples_are_runs=self.samples_are_runs)
         check_environment(self.rollout, self.algorithm, self.data, has_turns=self.agents.is_on)

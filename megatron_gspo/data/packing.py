@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megatron_gspo.data.columns import ranges
 from megatron_gspo.data.sample import Sample
 from megatron_gspo.data.schedule import ScheduleReport, padded_length, schedule, schedule_report
 from megatron_gspo.data.training_batch import TrainingBatch
@@ -111,6 +112,8 @@ class PackedBatch:
     rollout_top_ids, rollout_top_log_probs: the same of the rollout engine.
     centering_advantages: [T] float32, 0 where loss_mask is 0; None without score centering, and in
         a batch without samples.
+    support: [T, W] int32, the ids that could be drawn as labels[t], -1 after them and where labels[t]
+        is not of a response; None where all ids could, and in a batch without samples.
     cu_seqlens: [r+1] int32, padded bounds of the rows, 0 .. T of the full batch, also in a shard.
     max_seqlen: longest padded row, in tokens.
     num_segments: n.
@@ -151,6 +154,7 @@ class PackedBatch:
     rollout_top_ids: Tensor | None = None
     rollout_top_log_probs: Tensor | None = None
     centering_advantages: Tensor | None = None
+    support: Tensor | None = None
     micro_batch: int = 0
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> PackedBatch:
@@ -301,6 +305,7 @@ def pack_responses(
         rollout_top_ids=carried.get("rollout_top_ids"),
         rollout_top_log_probs=carried.get("rollout_top_log_probs"),
         centering_advantages=carried.get("centering_advantages"),
+        support=_support(batch, predictions, len(tokens)),
     )
 
 
@@ -417,6 +422,26 @@ def _field(
         where = loss_mask.reshape(-1, *[1] * (column.ndim - 1))
         np.copyto(out[packed], values, where=where)
     return torch.from_numpy(out)
+
+
+def _support(
+    batch: TrainingBatch, predictions: Sequence[PredictedTokens], size: int
+) -> Tensor | None:
+    """`support` of a batch: the ids are ragged in the columns, and padded here."""
+    if "support_lengths" not in batch.responses:
+        return None
+    lengths = np.zeros(size, dtype=np.int64)
+    starts = np.zeros(size, dtype=np.int64)
+    ids = batch.supports.arrays["ids"]
+    for sample, response, packed in predictions:
+        of_sample = batch.responses.of_sample("support_lengths", sample).astype(np.int64)
+        lengths[packed] = of_sample[response]
+        first = batch.supports.start_of(sample)
+        starts[packed] = first + (np.cumsum(of_sample) - of_sample)[response]
+    support = np.full((size, int(lengths.max(initial=1))), -1, dtype=np.int32)
+    is_present = np.arange(support.shape[1]) < lengths[:, None]
+    support[is_present] = ids[ranges(starts, lengths)]
+    return torch.from_numpy(support)
 
 
 def _routes(

@@ -43,6 +43,7 @@ _NO_RESPONSES = Columns.of(
     **{name: np.zeros(0, dtype=np.float32) for name in _FLOAT_FIELDS},
 )
 _NO_ROWS = Columns.of([], np.zeros(0, dtype=np.int64), length=np.zeros(0, dtype=np.int64))
+_NO_SUPPORTS = Columns.of([], np.zeros(0, dtype=np.int64), ids=np.zeros(0, dtype=np.int32))
 _NO_TURNS = Columns.of(
     [],
     np.zeros(0, dtype=np.int64),
@@ -65,10 +66,13 @@ class TrainingBatch(BatchTable):
         and `returns` float32, `token_versions` int32, as far as a phase has added them; of a
         teacher `teacher_log_probs` float32, and of its K most likely ids `teacher_top_ids` int32
         and `teacher_top_log_probs` float32 [tokens, K]; of the rollout engine `rollout_top_ids` and
-        `rollout_top_log_probs`, and `centering_advantages` float32. Without samples on stages of a pipeline
+        `rollout_top_log_probs`, and `centering_advantages` float32; of a truncated sampler
+        `support_lengths` int32. Without samples on stages of a pipeline
         that don't have the loss.
     rows: a value for each sequence of the model that a sample is: its `length` in tokens. All
         samples have one row but runs of agents.
+    supports: of a truncated sampler, a value for each id that could be drawn, response token after
+        response token: `ids` int32.
     turns: of episodes, a value for each turn: `start` and `end` within the response, `reward`.
     samples: the responses as the rollout made them, without routes, for what a step writes; on
         ranks with the loss.
@@ -79,6 +83,7 @@ class TrainingBatch(BatchTable):
     inputs: Columns = _NO_TOKENS
     responses: Columns = _NO_RESPONSES
     rows: Columns = _NO_ROWS
+    supports: Columns = _NO_SUPPORTS
     turns: Columns = _NO_TURNS
     samples: Mapping[int, Sample] = field(default_factory=dict)
     pipeline: dist.ProcessGroup | None = field(default=None, compare=False)
@@ -137,6 +142,7 @@ class TrainingBatch(BatchTable):
             table=self.table[positions],
             inputs=self.inputs.renumbered(positions),
             rows=self.rows.renumbered(positions),
+            supports=self.supports.renumbered(positions),
             responses=responses,
             turns=self.turns.renumbered(positions),
             samples=samples,
@@ -247,6 +253,7 @@ class TrainingBatchBuilder:
             self._input_arrays["tokens"] = np.empty(tokens, dtype=np.int64)
         self._added = 0
         self._with_top_ids = 0
+        self._support_ids: dict[int, np.ndarray] = {}
         self._response_arrays: dict[str, np.ndarray] = {}
         self._turn_arrays: dict[str, np.ndarray] = {}
         if has_loss:
@@ -341,6 +348,12 @@ class TrainingBatchBuilder:
             arrays[name][response] = values
         if sample.rollout_top_ids is not None:
             self._add_top_ids(sample, response)
+        if sample.support_ids is not None:
+            self._support_ids[position] = sample.support_ids
+            if "support_lengths" not in arrays:
+                tokens = self._responses.num_tokens
+                arrays["support_lengths"] = np.zeros(tokens, dtype=np.int32)
+            arrays["support_lengths"][response] = sample.support_lengths
         versions = sample.token_versions
         # Its arrays are views of the columns: the originals' memory is free.
         self._samples[position] = replace(
@@ -351,6 +364,8 @@ class TrainingBatchBuilder:
             rollout_log_probs=None,
             rollout_top_ids=None,
             rollout_top_log_probs=None,
+            support_lengths=None,
+            support_ids=None,
             old_log_probs=None,
             ref_log_probs=None,
             advantages=None,
@@ -359,6 +374,13 @@ class TrainingBatchBuilder:
             routed_experts=None,
             missing_routes=None,
         )
+
+    def _supports(self) -> Columns:
+        if not self._support_ids:
+            return _NO_SUPPORTS
+        arrays = dict(sorted(self._support_ids.items()))
+        lengths = np.array([len(ids) for ids in arrays.values()], dtype=np.int64)
+        return Columns.of(list(arrays), lengths, ids=np.concatenate(list(arrays.values())))
 
     def _add_top_ids(self, sample: Sample, response: slice) -> None:
         """response: its tokens in the columns."""
@@ -392,6 +414,11 @@ class TrainingBatchBuilder:
                 f"rollout_top_ids is missing from {self._added - self._with_top_ids} of"
                 f" {self._added} samples; fill it in for all or for none"
             )
+        if len(self._support_ids) not in (0, self._added):
+            raise ValueError(
+                f"support_ids is missing from {self._added - len(self._support_ids)} of"
+                f" {self._added} samples; fill it in for all or for none"
+            )
         if not self._table["has_rollout_log_probs"].all():
             self._response_arrays.pop("rollout_log_probs", None)
         if not self._table["has_routes"].all():
@@ -405,6 +432,7 @@ class TrainingBatchBuilder:
             inputs=replace(self._inputs, arrays=self._input_arrays),
             rows=replace(self._rows, arrays={"length": self._row_lengths}),
             responses=responses if self._has_loss else _NO_RESPONSES,
+            supports=self._supports(),
             turns=turns if self._has_loss else _NO_TURNS,
             samples=dict(sorted(self._samples.items())),
             pipeline=pipeline,

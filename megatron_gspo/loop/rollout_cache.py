@@ -254,6 +254,7 @@ def _chunks(batch: SampleBatch) -> Iterator[bytes]:
                 sample.routed_experts,
                 sample.rollout_top_ids,
                 sample.rollout_top_log_probs,
+                sample.support_ids,
             )
             size += 32 * sample.length + sum(a.nbytes for a in arrays if a is not None)
             taken += 1

@@ -27,6 +27,7 @@ from megatron_gspo.algorithms import (
     ScoreCentering,
     centering,
     divergence,
+    over_support,
     policy_loss,
 )
 from megatron_gspo.data.packing import PackedBatch
@@ -138,6 +139,34 @@ def token_log_probs(
     )
 
 
+def sampled_log_probs(
+    model: MegatronModule,
+    hidden: Tensor,
+    inputs: MicroBatchInputs,
+    groups: ProcessGroups,
+    options: LogProbOptions,
+    top_ids: Sequence[Tensor] = (),
+) -> tuple[Tensor, Tensor | None, Sequence[Tensor]]:
+    """Log-probs ``[t]`` of a shard's labels, over the ids that could be drawn where the batch has
+    them; the entropy; and log-probs ``[t, K]`` of each of ``top_ids``, over the vocabulary."""
+    batch = inputs.batch
+    further = [*top_ids]
+    if batch.support is not None:
+        further.append(batch.support.clamp(min=0))
+    labels = batch.labels
+    if further:
+        labels = torch.cat((labels[:, None], *further), dim=1)
+    log_probs, entropy = token_log_probs(model, hidden, labels, groups, options, inputs.scored)
+    if not further:
+        return log_probs, entropy, ()
+    counts = [1, *(ids.shape[1] for ids in further)]
+    sampled, *of_further = log_probs.split(counts, dim=1)
+    log_probs = sampled[:, 0]
+    if batch.support is not None:
+        log_probs = over_support(log_probs, of_further.pop(), batch.support >= 0)
+    return log_probs, entropy, of_further
+
+
 def policy_forward_step(
     objective: Objective,
     *,
@@ -194,17 +223,11 @@ def policy_forward_step(
         inputs: MicroBatchInputs, model: MegatronModule, hidden: Tensor
     ) -> tuple[Tensor, PolicyLossOutput]:
         batch = inputs.batch
-        labels = batch.labels
         both = (batch.teacher_top_ids, batch.rollout_top_ids)
         top_ids = [ids for ids in both if ids is not None]
-        if top_ids:
-            labels = torch.cat((labels[:, None], *top_ids), dim=1)
-        log_probs, entropy = token_log_probs(model, hidden, labels, groups, options, inputs.scored)
-        of_top_ids: Sequence[Tensor] = ()
-        if top_ids:
-            counts = [1, *(ids.shape[1] for ids in top_ids)]
-            sampled, *of_top_ids = log_probs.split(counts, dim=1)
-            log_probs = sampled[:, 0]
+        log_probs, entropy, of_top_ids = sampled_log_probs(
+            model, hidden, inputs, groups, options, top_ids
+        )
         from_teacher = of_rollout = None
         if batch.teacher_top_log_probs is not None:
             assert distillation is not None, "the batch has a teacher's ids"
@@ -286,8 +309,7 @@ def log_prob_forward_step(
     def collect(
         inputs: MicroBatchInputs, model: MegatronModule, hidden: Tensor, non_loss_data: bool = True
     ) -> tuple[Tensor, Tensor | None]:
-        labels = inputs.batch.labels
-        return token_log_probs(model, hidden, labels, groups, options, inputs.scored)
+        return sampled_log_probs(model, hidden, inputs, groups, options)[:2]
 
     return forward_step
 

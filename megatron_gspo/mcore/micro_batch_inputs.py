@@ -28,7 +28,7 @@ from megatron_gspo.mcore.routing_replay.router_hooks import router_hooks
 from megatron_gspo.parallel.scored_rows import ScoredRows
 
 _FIRST_STAGE = ("tokens", "position_ids")
-_LAST_STAGE = ("labels",)
+_LAST_STAGE = ("labels", "support")
 POLICY_LOSS = (
     "segment_ids",
     "loss_mask",

@@ -30,6 +30,8 @@ _COLUMNS = (
     "tokens",
     "rows",
     "top_ids",
+    "has_support",
+    "support_ids",
 )
 # At the start of the bytes; another version's are refused.
 _FORMAT = int.from_bytes(b"samples6", "little")
@@ -77,6 +79,8 @@ def encode_samples(samples: Sequence[Sample], positions: Sequence[int]) -> bytes
             ],
             np.float32,
         ),
+        _joined([s.support_lengths for s in samples if s.support_lengths is not None], np.int32),
+        _joined([s.support_ids for s in samples if s.support_ids is not None], np.int32),
         *routes,
         _joined(missing_routes, np.uint8),
         _joined([s.loss_mask for s in samples], np.uint8),
@@ -108,6 +112,8 @@ def _numbers(sample: Sample, position: int, text_bytes: int) -> tuple[int, ...]:
         sample.has_tokens,
         0 if sample.row_lengths is None else len(sample.row_lengths),
         0 if sample.rollout_top_ids is None else sample.rollout_top_ids.shape[1],
+        sample.support_ids is not None,
+        0 if sample.support_ids is None else len(sample.support_ids),
     )
 
 
@@ -136,6 +142,9 @@ def decode_samples(buffer: np.ndarray) -> list[tuple[int, Sample]]:
     top_bytes = 4 * int((top_counts * responses).sum())
     top_ids = _Reader(reader.read(np.uint8, top_bytes))
     top_log_probs = _Reader(reader.read(np.uint8, top_bytes))
+    has_support = table[:, _COLUMN["has_support"]] != 0
+    support_lengths = _Reader(reader.read(np.uint8, 4 * int(responses[has_support].sum())))
+    support_ids = _Reader(reader.read(np.uint8, 4 * int(table[:, _COLUMN["support_ids"]].sum())))
     routes = _read_routes(reader, table)
     masks = np.split(
         reader.read(np.uint8, int(responses.sum())).view(bool), np.cumsum(responses)[:-1]
@@ -164,6 +173,12 @@ def decode_samples(buffer: np.ndarray) -> list[tuple[int, Sample]]:
             row_lengths=rows.read(np.int64, record["rows"]) if record["rows"] else None,
             rollout_log_probs=arrays["rollout_log_probs"],
             rollout_top_ids=top_ids.read_rows(np.int32, response, record["top_ids"]),
+            support_lengths=(
+                support_lengths.read(np.int32, response) if record["has_support"] else None
+            ),
+            support_ids=(
+                support_ids.read(np.int32, record["support_ids"]) if record["has_support"] else None
+            ),
             rollout_top_log_probs=top_log_probs.read_rows(np.float32, response, record["top_ids"]),
             advantages=arrays["advantages"],
             old_log_probs=arrays["old_log_probs"],

@@ -251,12 +251,16 @@ def _fits(used: Sequence[int], number: int, size: int, bucket: int) -> bool:
 def _sizes(batch: SampleBatch) -> np.ndarray:
     """[N] int64: bytes of each sample, about, the same on every rank."""
     samples = batch.samples
-    route_bytes, top_bytes = batch.max(
+    support = sum(s.support_ids.nbytes for s in samples if s.support_ids is not None)
+    route_bytes, top_bytes, support_bytes = batch.max(
         _row_bytes([s.routed_experts for s in samples]),
         2 * _row_bytes([s.rollout_top_ids for s in samples]),  # and as many log-probs
+        support / max(sum(s.response_length for s in samples), 1),
     )
     token_bytes = _TOKEN_BYTES + route_bytes * batch.table["has_routes"]
-    sizes = batch.lengths * token_bytes + batch.table["response_length"] * top_bytes
+    sizes = batch.lengths * token_bytes + batch.table["response_length"] * (
+        top_bytes + support_bytes
+    )
     return sizes.astype(np.int64)
 
 

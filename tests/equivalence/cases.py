@@ -29,6 +29,7 @@ class Scenario:
     by token. ``replay``: the samples carry random routes, which every pass uses. ``branches``: some
     samples are several rows, as an agent's run is. ``distillation``: from a teacher with
     ``teacher_columns``. ``score_centering``: of a rollout engine with ``rollout_columns``.
+    ``truncated``: the samples have the ids that could be drawn.
     """
 
     objective: Objective
@@ -39,6 +40,7 @@ class Scenario:
     branches: bool = False
     distillation: Distillation | None = None
     score_centering: ScoreCentering | None = None
+    truncated: bool = False
 
 
 # With these every metric takes a value that is neither 0 nor 1 (see test_truth.py): one sequence
@@ -107,6 +109,13 @@ OTHERS = {
         temperature=0.8,
         replay=True,
         score_centering=ScoreCentering(bounds=(0.1, 4.0), kept=(0.03, 50.0)),
+    ),
+    "over a support": Scenario(
+        preset("grpo", kl_loss_coef=0.1, entropy_coef=0.01),
+        0.2,
+        per_token=True,
+        temperature=0.8,
+        truncated=True,
     ),
     "distilled, centred": Scenario(
         preset("gspo_token", epsilon_low=0.02, epsilon_high=0.03, entropy_coef=0.01),
@@ -258,6 +267,19 @@ def with_branches(samples: list[Sample], seed: int) -> list[Sample]:
         cut_samples.append(replace(sample, loss_mask=loss_mask, row_lengths=np.diff(bounds)))
     assert sum(sample.num_rows > 1 for sample in cut_samples) > len(samples) // 4
     return cut_samples
+
+
+def with_supports(samples: list[Sample], vocab_size: int, seed: int) -> list[Sample]:
+    """One to six ids that could be drawn at each response token, the token among them."""
+    g = np.random.default_rng(seed)
+    for sample in samples:
+        supports = []
+        for token in sample.response_ids:
+            others = g.permutation(vocab_size)[: g.integers(0, 6)]
+            supports.append(g.permutation(np.union1d(others, [token])))
+        sample.support_lengths = np.array([len(ids) for ids in supports], dtype=np.int32)
+        sample.support_ids = np.concatenate(supports).astype(np.int32)
+    return samples
 
 
 def with_old_log_probs(

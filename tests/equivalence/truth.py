@@ -27,6 +27,7 @@ from tests.equivalence.cases import (
     teacher_columns,
     with_branches,
     with_old_log_probs,
+    with_supports,
 )
 from tests.support.transformers_reference import (
     Routers,
@@ -93,6 +94,8 @@ def scenario_samples(
     )
     if scenario.branches:
         samples = with_branches(samples, seed)
+    if scenario.truncated:
+        samples = with_supports(samples, model.config.vocab_size, seed)
     if scenario.replay:
         give_random_routes(model, samples, seed)
     with torch.no_grad():

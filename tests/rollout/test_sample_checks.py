@@ -49,6 +49,13 @@ def test_what_is_promised_is_accepted():
     check_samples(empty, PROMPTS, SAMPLING, vocab_size=8)
 
 
+def support(*of_tokens: list[int]) -> dict[str, np.ndarray]:
+    return {
+        "support_lengths": np.array([len(ids) for ids in of_tokens], dtype=np.int32),
+        "support_ids": np.concatenate(of_tokens).astype(np.int32),
+    }
+
+
 def top_ids(*, rows: int = 3, largest: int = 7, log_prob: float = -1.0) -> dict[str, np.ndarray]:
     return {
         "rollout_top_ids": np.full((rows, 2), largest, dtype=np.int32),
@@ -79,6 +86,7 @@ def top_ids(*, rows: int = 3, largest: int = 7, log_prob: float = -1.0) -> dict[
             changed(rollout_log_probs=np.full(3, np.nan, dtype=np.float32)),
             "rollout_log_probs has 3 non-finite",
         ),
+        (changed(**support([6, 7], [7], [2])), "lacks a token of"),
         (changed(**top_ids(rows=2)), "sample 9/0: rollout_top_ids has shape"),
         (changed(**top_ids(largest=8)), "rollout_top_ids has the id 8; the model's vocabulary"),
         (changed(**top_ids(log_prob=0.5)), "rollout_top_log_probs has 0.5; a log-probability is"),

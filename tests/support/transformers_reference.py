@@ -70,7 +70,8 @@ def load_reference(path: str) -> torch.nn.Module:
 def response_log_probs(
     model: torch.nn.Module, sample: Sample, temperature: float = 1.0
 ) -> tuple[Tensor, Tensor]:
-    """Log-probs and entropies of the response tokens, float64 ``[R]``; 0 for the first token of a
+    """Log-probs, over the support if the sample has one, and entropies of the response tokens,
+    float64 ``[R]``; 0 for the first token of a
     later row, which nothing predicts."""
     if sample.row_lengths is not None:
         return _log_probs_of_rows(model, sample, temperature)
@@ -82,7 +83,13 @@ def response_log_probs(
         )
     log_softmax = torch.log_softmax(logits, dim=-1)
     entropy = -(log_softmax.exp() * log_softmax).sum(-1)
-    return log_softmax.gather(1, tokens[0, sample.prompt_length :, None])[:, 0], entropy
+    log_probs = log_softmax.gather(1, tokens[0, sample.prompt_length :, None])[:, 0]
+    if sample.support_ids is not None:
+        ends = np.cumsum(sample.support_lengths)[:-1]
+        supports = np.split(sample.support_ids, ends)
+        masses = [row[ids].exp().sum() for row, ids in zip(log_softmax, supports, strict=True)]
+        log_probs = log_probs - torch.stack(masses).log()
+    return log_probs, entropy
 
 
 def _log_probs_of_rows(

@@ -51,6 +51,10 @@ class Responses:
     top_log_probs: np.ndarray
     """[B, R, K] float32, of these."""
 
+    supports: list[tuple[np.ndarray, np.ndarray]] | None = None
+    """`Sample.support_lengths` and `support_ids` of each response, with
+    `SamplingParams.max_support`."""
+
     routes: list[np.ndarray] | None = None
     """Expert ids of each response, [P + length - 1, layers, k]."""
 
@@ -107,6 +111,7 @@ def decode(
     log_probs = torch.zeros(limit, batch, device=device)
     top_ids = torch.zeros(limit, batch, top_count, dtype=torch.int32, device=device)
     top_log_probs = torch.zeros(limit, batch, top_count, device=device)
+    supports: list[tuple[Tensor, Tensor]] = []  # by token: the rows, and the ids of each
     live = torch.arange(batch, device=device)  # which row of the output each row of the batch is
     finished = torch.zeros(batch, dtype=torch.bool, device=device)
     for t in range(limit):
@@ -117,6 +122,8 @@ def decode(
         log_probs[t].index_copy_(0, live, choice.log_probs)
         top_ids[t].index_copy_(0, live, choice.top_ids.int())
         top_log_probs[t].index_copy_(0, live, choice.top_log_probs)
+        if choice.support is not None:
+            supports.append((live, choice.support.int()))
         finished |= torch.isin(chosen, stop_ids)
         done = int(finished.sum())
         if done == len(live) or t + 1 == limit:
@@ -133,6 +140,8 @@ def decode(
     responses = _collect(
         tokens.t(), log_probs.t(), top_ids.transpose(0, 1), top_log_probs.transpose(0, 1), stop_ids
     )
+    if supports:
+        responses.supports = _of_rows(supports, responses.lengths)
     if routes is not None:
         responses.routes = routes.of_rows(responses.lengths.tolist())
     return responses
@@ -279,3 +288,27 @@ def _collect(
         top_ids=top_ids.cpu().numpy(),
         top_log_probs=top_log_probs.cpu().numpy(),
     )
+
+
+def _of_rows(
+    supports: list[tuple[Tensor, Tensor]], lengths: np.ndarray
+) -> list[tuple[np.ndarray, np.ndarray]]:
+    """(support_lengths, support_ids) of each row from those of each token: (rows [b], ids [b, W] with
+    -1 after a row's).
+
+    lengths: [B] of the responses, whose rows may have been decoded further.
+    """
+    widest = max(ids.shape[1] for _, ids in supports)
+    rows = torch.cat([live for live, _ in supports]).cpu().numpy()
+    times = np.repeat(np.arange(len(supports)), [len(live) for live, _ in supports])
+    ids = torch.cat(
+        [torch.nn.functional.pad(i, (0, widest - i.shape[1]), value=-1) for _, i in supports]
+    )
+    is_valid = times < lengths[rows]
+    by_row = np.argsort(rows[is_valid], kind="stable")
+    padded = ids.cpu().numpy()[is_valid][by_row]
+    counts = (padded >= 0).sum(1).astype(np.int32)
+    of_rows = np.split(counts, np.cumsum(lengths)[:-1])
+    ends = np.cumsum([int(row.sum()) for row in of_rows])
+    flat = padded[padded >= 0].astype(np.int32)
+    return list(zip(of_rows, np.split(flat, ends[:-1]), strict=True))

@@ -227,6 +227,9 @@ class EmbeddedEngine:
             if self._top_count:
                 top_ids = responses.top_ids[i, :length].copy()
                 top_log_probs = responses.top_log_probs[i, :length].copy()
+            support_lengths = support_ids = None
+            if responses.supports is not None:
+                support_lengths, support_ids = responses.supports[i]
             samples.append(
                 Sample(
                     prompt_index=prompt.index,
@@ -237,6 +240,8 @@ class EmbeddedEngine:
                     rollout_log_probs=log_probs,
                     rollout_top_ids=top_ids,
                     rollout_top_log_probs=top_log_probs,
+                    support_lengths=support_lengths,
+                    support_ids=support_ids,
                     finish_reason="stop" if responses.stopped[i] else "length",
                     text=texts[i],
                     weight_version=self.weight_version,
