@@ -161,11 +161,11 @@ def test_the_most_likely_ids_and_their_log_probs_at_the_temperature():
 def test_the_ids_that_could_be_drawn_and_log_probs_over_them():
     flat = [0.0] * 3 + [-4.0] * 5
     logits = torch.tensor([LOGITS, flat])
-    sampling = SamplingParams(1, 1, temperature=0.8, top_p=0.75, min_p=0.25, max_support=3)
+    sampling = SamplingParams(1, 1, temperature=0.8, top_p=0.75, min_p=0.3, max_support=3)
     choice = choose_tokens(logits, torch.tensor([0.9, 0.5]), sampling)
     assert choice.support.tolist() == [[2, 4, -1], [0, 1, 2]]
     for row, token in enumerate(choice.tokens.tolist()):
-        expected, _ = exact_probs(logits[row].tolist(), 0.8, 0, 0.75, 0.25)
+        expected, _ = exact_probs(logits[row].tolist(), 0.8, 0, 0.75, 0.3)
         assert {i for i, share in enumerate(expected) if share} == {
             i for i in choice.support[row].tolist() if i >= 0
         }
