@@ -87,6 +87,7 @@ def top_ids(*, rows: int = 3, largest: int = 7, log_prob: float = -1.0) -> dict[
             "rollout_log_probs has 3 non-finite",
         ),
         (changed(**support([6, 7], [7], [2])), "lacks a token of"),
+        (changed(**support([6, 8], [7], [1])), "support_ids has the id 8; the model's vocabulary"),
         (changed(**top_ids(rows=2)), "sample 9/0: rollout_top_ids has shape"),
         (changed(**top_ids(largest=8)), "rollout_top_ids has the id 8; the model's vocabulary"),
         (changed(**top_ids(log_prob=0.5)), "rollout_top_log_probs has 0.5; a log-probability is"),
