@@ -6,10 +6,10 @@ from tests.seeded_bugs.seeded_bug import SeededBug
 
 ROLLOUTS = (
     SeededBug(
-        name="the ids that could be drawn at the next token",
+        name="the ids that could be drawn begin with one of the token before",
         file="megatron_gspo/data/packing.py",
-        before="starts[packed] = first + (np.cumsum(of_sample) - of_sample)[response]",
-        after="starts[packed] = first + np.cumsum(of_sample)[response] - of_sample[-1]",
+        before="support[is_present] = ids[ranges(starts, lengths)]",
+        after="support[is_present] = np.roll(ids[ranges(starts, lengths)], 1)",
         test=(
             "tests/data/test_packing.py"
             "::test_the_ids_that_could_be_drawn_are_packed_with_their_token"
