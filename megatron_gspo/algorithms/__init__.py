@@ -35,6 +35,8 @@ from .presets import PRESETS
 from .ratio_histogram import RatioHistogram
 from .ratio_statistics import effective_sample_size, ratio_histograms, ratio_quantiles
 from .reduction import Reduction, reduction_of
+from .sampling_support import over_support
+from .score_centering import ScoreCentering, centering
 from .segments import Segments
 from .surrogate import Clip, check_surrogate
 from .token_terms import TokenTerms
@@ -51,8 +53,10 @@ __all__ = [
     "RatioHistogram",
     "Reduction",
     "ResponseTerms",
+    "ScoreCentering",
     "Segments",
     "TokenTerms",
+    "centering",
     "check_advantages",
     "check_surrogate",
     "complete_responses",
@@ -65,6 +69,7 @@ __all__ = [
     "group_advantages",
     "kl_penalty",
     "mismatch_metrics",
+    "over_support",
     "overlong_penalty",
     "policy_loss",
     "preset",

@@ -44,6 +44,14 @@ class LossExtras:
     """[T] with gradient, from a teacher (`divergence`): added to the loss, aggregated as the
     objective is."""
 
+    centering: Tensor | None = None
+    """[T] with gradient (`centering`): times the advantage it is added to the loss, aggregated as
+    the objective is."""
+
+    centering_advantages: Tensor | None = None
+    """[T], the advantages before weights by token multiplied them; None: they are the others. Not
+    read where a response has one ratio."""
+
 
 def policy_loss(
     objective: Objective,
@@ -91,6 +99,8 @@ def policy_loss(
         "rollout_log_probs": extras.rollout_log_probs,
         "entropy": extras.entropy,
         "divergence": extras.divergence,
+        "centering": extras.centering,
+        "centering_advantages": extras.centering_advantages,
         "advantages": advantages,
         "loss_mask": loss_mask,
         "segment_ids": segment_ids,
@@ -106,6 +116,9 @@ def policy_loss(
     tokens = _tokens(objective, log_probs, old_log_probs, advantages, extras, segments)
     level = RATIO_LEVELS[objective.importance_sampling_level]
     surrogate, lengths, stats = level(objective, tokens)
+    centering = None
+    if extras.centering is not None:
+        centering = extras.centering * _centred(objective, surrogate, log_probs, tokens, extras)
     weights = token_weights(objective, segment_ids, lengths, num_sequences, num_tokens, dtype)
     loss = -weighted_sum(surrogate, weights.objective)
     metrics = {"loss/policy": loss.detach(), **ratio_metrics(objective, stats, weights)}
@@ -116,6 +129,7 @@ def policy_loss(
         extras.ref_log_probs,
         extras.entropy,
         extras.divergence,
+        centering,
         segments,
         weights,
     ):
@@ -153,6 +167,23 @@ def _tokens(
         advantages=segments.trained(advantages.detach(), dtype),
         segments=segments,
     )
+
+
+def _centred(
+    objective: Objective, surrogate: Tensor, log_probs: Tensor, tokens: Tokens, extras: LossExtras
+) -> Tensor:
+    """[T], what multiplies the centering of each token; no gradient.
+
+    Where a token has its own ratio, the weight of every token of the vocabulary is in the centering
+    and the advantage is left. The ratio of a response is not a function of one token: what multiplies
+    the token's score, by advantage, ratio and clip, multiplies the centering too.
+    """
+    if objective.sequence_level:
+        (slopes,) = torch.autograd.grad(surrogate.sum(), log_probs, retain_graph=True)
+        return slopes
+    if extras.centering_advantages is None:
+        return tokens.advantages
+    return tokens.segments.trained(extras.centering_advantages.detach(), log_probs.dtype)
 
 
 def _count_segments(segment_ids: Tensor) -> int:

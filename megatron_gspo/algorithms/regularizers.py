@@ -1,5 +1,5 @@
-"""Terms of the loss beside the objective: the KL to a reference policy, the entropy bonus and the
-divergence from a teacher.
+"""Terms of the loss beside the objective: the KL to a reference policy, the entropy bonus, the
+divergence from a teacher and score centering.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ def regularizers(
     ref_log_probs: Tensor | None,
     entropy: Tensor | None,
     divergence: Tensor | None,
+    centering: Tensor | None,
     segments: Segments,
     weights: TokenWeights,
 ) -> list[Regularizer]:
@@ -42,9 +43,10 @@ def regularizers(
         terms.append(kl_regularizer(objective, current, reference, weights, log_ratio))
     if entropy is not None:
         terms.append(entropy_regularizer(objective, segments.trained(entropy, dtype), weights))
-    if divergence is not None:
-        term = weighted_sum(segments.trained(divergence, dtype), weights.objective)
-        terms.append((term, {"loss/distillation": term.detach()}))
+    for name, values in (("distillation", divergence), ("score_centering", centering)):
+        if values is not None:
+            term = weighted_sum(segments.trained(values, dtype), weights.objective)
+            terms.append((term, {f"loss/{name}": term.detach()}))
     return terms
 
 

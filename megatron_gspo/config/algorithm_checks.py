@@ -12,6 +12,7 @@ from megatron_gspo.config.config_error import ConfigError, show
 from megatron_gspo.config.fields import default_of
 from megatron_gspo.config.model_sections import ModelConfig
 from megatron_gspo.config.rollout_sections import RolloutConfig, RoutingConfig
+from megatron_gspo.models.config_defaults import HFConfig
 
 
 def refuse_products_of_ratios(algorithm: object) -> None:
@@ -150,6 +151,58 @@ def check_rollout_correction(algorithm: AlgorithmConfig) -> None:
         )
         fix = "set it beyond mismatch/ratio_sequence/p99, 1.001 or so for thousands of tokens"
         raise ConfigError("algorithm.rollout_rs_threshold", None, problem, fix)
+
+
+def check_score_centering(algorithm: AlgorithmConfig, *, samples_are_runs: bool) -> None:
+    """The weight of every token of the vocabulary is known, not only of the sampled one.
+
+    samples_are_runs: of agents, or episodes.
+    """
+    if not algorithm.score_centering:
+        return
+    by_token = not algorithm.sequence_level
+    token_rule = next(
+        (
+            key
+            for key in ("rollout_is", "rollout_rs")
+            if getattr(algorithm, key).startswith("token")
+        ),
+        None,
+    )
+    fix = "set it to 0"
+    if algorithm.is_supervised:
+        problem = "sft has no rollouts"
+    elif samples_are_runs:
+        problem = "runs and episodes have the log-probs of sampled tokens alone"
+    elif by_token and algorithm.has_own_surrogate:
+        problem = (
+            "your own algorithm.surrogate has no known weight for tokens that were not sampled"
+        )
+    elif by_token and algorithm.old_log_probs == "rollout" and not algorithm.weighs_by_rollout:
+        problem = "the clip of algorithm.old_log_probs = rollout depends on the sampled token"
+        fix = "set algorithm.old_log_probs: recompute, or algorithm.name: cispo"
+    elif not by_token and token_rule is not None:
+        problem = f"{algorithm.name} has one ratio per response and algorithm.{token_rule} by token"
+        fix = f"set algorithm.{token_rule}: geometric"
+    elif algorithm.rollout_rs == "token_binary_kl":
+        problem = (
+            "which other tokens algorithm.rollout_rs = token_binary_kl would keep is not known"
+        )
+        fix = "set algorithm.rollout_rs: token"
+    elif algorithm.rollout_rs == "token" and algorithm.rollout_rs_denominator == "kept":
+        problem = "a rejected token takes its position out of the loss, and the centering with it"
+        fix = "set algorithm.rollout_rs_denominator: all"
+    else:
+        return
+    raise ConfigError("algorithm.score_centering", algorithm.score_centering, problem, fix)
+
+
+def check_top_ids(algorithm: AlgorithmConfig, hf: HFConfig) -> None:
+    """The model has as many ids. hf: its config.json."""
+    count = algorithm.score_centering
+    if count and count > hf["vocab_size"]:
+        problem = f"the model has {hf['vocab_size']} ids"
+        raise ConfigError("algorithm.score_centering", count, problem, "lower it, 32 is usual")
 
 
 def check_routing(routing: RoutingConfig, algorithm: AlgorithmConfig) -> None:

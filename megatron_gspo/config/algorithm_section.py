@@ -10,6 +10,7 @@ from annotated_types import Ge, Gt, Le
 
 from megatron_gspo.algorithms.objective import Objective
 from megatron_gspo.algorithms.presets import CORRECTIONS, PRESETS
+from megatron_gspo.algorithms.score_centering import ScoreCentering
 from megatron_gspo.config.config_error import ConfigError
 from megatron_gspo.config.paths import UserPath
 
@@ -56,6 +57,9 @@ class AlgorithmConfig(Objective):
     """Largest divergence of `token_binary_kl` and `sequence_k3`, in nats."""
     rollout_rs_denominator: Literal["kept", "all"] = "kept"
     """Whether means divide by the kept tokens and sequences, or by all."""
+    score_centering: Annotated[int, Ge(0)] = 0
+    """Ids per token, the rollout engine's most likely, whose log-probs remove the drift of a rollout
+    engine that is not the policy (docs/algorithms.md); 0 is off, 32 is usual."""
     turn_discount: Annotated[float, Ge(0), Le(1)] | None = None
     """Discount of later turns' rewards, with an advantage per turn; null is one per episode."""
     dynamic_sampling: bool = False
@@ -83,6 +87,27 @@ class AlgorithmConfig(Objective):
         """(lower, upper) threshold of `rollout_rs`, nulls resolved."""
         high = self.rollout_rs_threshold or 2.0
         return self.rollout_rs_threshold_lower or 1 / high, high
+
+    @property
+    def centering(self) -> ScoreCentering | None:
+        """The weight of a token by policy and rollout engine, with `score_centering`."""
+        if not self.score_centering:
+            return None
+        bounds = None
+        if self.rollout_is == "token":
+            bounds = (self.rollout_is_threshold_lower, self.rollout_is_threshold)
+        elif self.weighs_by_rollout:
+            bounds = (self.min_weight or 0.0, self.number("max_weight"))
+        return ScoreCentering(
+            bounds=bounds, kept=self.rollout_rs_band if self.rollout_rs == "token" else None
+        )
+
+    @property
+    def weighs_by_rollout(self) -> bool:
+        """Whether the surrogate's weight is the ratio of a token's probabilities under policy and
+        rollout engine, truncated."""
+        is_ratio = self.old_log_probs == "rollout" and self.importance_sampling_level == "token"
+        return self.surrogate == "minirl" or (self.surrogate == "cispo" and is_ratio)
 
     @property
     def bounds_weights(self) -> bool:

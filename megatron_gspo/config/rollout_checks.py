@@ -19,13 +19,15 @@ from megatron_gspo.user_code import is_import_path
 
 def check_sampling(rollout: RolloutConfig, evaluation: EvaluationConfig) -> None:
     """Training samples are drawn from the distribution that their log-probs describe."""
+    for key in ("top_p", "top_k", "min_p"):
+        off = default_of(RolloutConfig, key)
+        if (value := getattr(rollout, key)) == off or rollout.max_support:
+            continue
+        problem = "training log-probs are over the whole vocabulary"
+        fix = f"set {off:g}, or rollout.max_support with the embedded engine"
+        raise ConfigError(f"rollout.{key}", value, problem, fix)
     for key in ("top_p", "top_k"):
         off = default_of(RolloutConfig, key)
-        if (value := getattr(rollout, key)) != off:
-            problem = "training log-probs are over the whole vocabulary"
-            raise ConfigError(
-                f"rollout.{key}", value, problem, f"set {off:g}, or evaluation.{key} for evaluation"
-            )
         if evaluation.temperature == 0 and (value := getattr(evaluation, key)) != off:
             problem = "has no effect with evaluation.temperature = 0"
             raise ConfigError(
@@ -36,6 +38,36 @@ def check_sampling(rollout: RolloutConfig, evaluation: EvaluationConfig) -> None
         raise ConfigError(
             "rollout.temperature", rollout.temperature, problem, "set it above 0, 1 is usual"
         )
+
+
+def check_support(
+    rollout: RolloutConfig,
+    algorithm: AlgorithmConfig,
+    *,
+    has_teacher: bool,
+    samples_are_runs: bool,
+) -> None:
+    """The engine returns the ids that could be drawn, and what reads log-probs reads them over
+    these.
+
+    samples_are_runs: of agents, or episodes.
+    """
+    if not rollout.max_support:
+        return
+    fix = "set it to 0, and rollout.top_p: 1, rollout.top_k: 0 and rollout.min_p: 0"
+    if not rollout.truncates:
+        problem = "has no effect without rollout.top_p, rollout.top_k or rollout.min_p"
+        fix = "set one of them, or remove it"
+    elif rollout.engine != "embedded":
+        problem = f"the {rollout.engine} engine does not return the ids that could be drawn"
+    elif samples_are_runs:
+        problem = "runs and episodes do not have the ids that could be drawn"
+    elif has_teacher or algorithm.score_centering:
+        key = "distillation.teacher" if has_teacher else "algorithm.score_centering"
+        problem = f"{key} compares policies over the whole vocabulary"
+    else:
+        return
+    raise ConfigError("rollout.max_support", rollout.max_support, problem, fix)
 
 
 def check_staleness(rollout: RolloutConfig, servers: ServerConfig) -> None:

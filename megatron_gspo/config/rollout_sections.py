@@ -8,7 +8,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-from annotated_types import Ge, Gt, Le
+from annotated_types import Ge, Gt, Le, Lt
 
 from megatron_gspo.config.paths import UserPath
 from megatron_gspo.config.quantization_section import QuantizationConfig
@@ -28,9 +28,16 @@ class SamplingParams:
     temperature: Annotated[float, Ge(0)] = 1.0
     """Sampling temperature, also of recomputed log-probs; above 0 for training."""
     top_p: Annotated[float, Gt(0), Le(1)] = 1.0
-    """Nucleus sampling; must be 1 (off) for training."""
+    """Nucleus sampling; below 1 in training with `max_support`."""
     top_k: Annotated[int, Ge(0)] = 0
-    """Sample from this many most likely tokens; must be 0 (off) for training."""
+    """Sample from this many most likely tokens; 0 is off. Above 0 in training with
+    `max_support`."""
+    min_p: Annotated[float, Ge(0), Lt(1)] = 0.0
+    """Sample from tokens with at least this share of the largest probability; 0 is off. Above 0 in
+    training with `max_support`."""
+    max_support: Annotated[int, Ge(0)] = 0
+    """Most ids that `top_p`, `top_k` and `min_p` may leave at a token; training log-probs are
+    normalised over these (docs/algorithms.md). 0: the three are off in training."""
 
     def __post_init__(self) -> None:
         if self.n_samples_per_prompt < 1:
@@ -50,11 +57,18 @@ class SamplingParams:
             raise ValueError(f"top_p={self.top_p}: use a value in (0, 1]; 1 turns it off")
         if self.top_k < 0:
             raise ValueError(f"top_k={self.top_k}: use a value of at least 0; 0 turns it off")
+        if not 0 <= self.min_p < 1:
+            raise ValueError(f"min_p={self.min_p}: use a value in [0, 1); 0 turns it off")
 
     @property
     def greedy(self) -> bool:
         """Whether the most likely token is taken (temperature 0)."""
         return self.temperature == 0
+
+    @property
+    def truncates(self) -> bool:
+        """Whether some tokens are never drawn."""
+        return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
 
     @property
     def scoring_temperature(self) -> float:

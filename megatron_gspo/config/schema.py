@@ -24,6 +24,8 @@ from megatron_gspo.config.algorithm_checks import (
     check_algorithm,
     check_rollout_correction,
     check_routing,
+    check_score_centering,
+    check_top_ids,
     refuse_products_of_ratios,
 )
 from megatron_gspo.config.algorithm_section import AlgorithmConfig, with_preset
@@ -59,6 +61,7 @@ from megatron_gspo.config.rollout_checks import (
     check_environment_file,
     check_offloading,
     check_sampling,
+    check_support,
 )
 from megatron_gspo.config.rollout_sections import RolloutConfig, RoutingConfig
 from megatron_gspo.config.server_checks import check_server_files, check_servers
@@ -179,6 +182,7 @@ class Config:
         if self.agents.max_context is not None:
             check_context("agents.max_context", self.agents.max_context, hf)
         check_targets(self.lora, hf)
+        check_top_ids(self.algorithm, hf)
         resolve_quantization(self.rollout.quantization, hf)
         if self.critic.path is not None:
             critic = read_hf_config(self.critic.path, "critic.path")
@@ -199,7 +203,14 @@ class Config:
         )
         check_distillation(self.distillation, self.algorithm, self.rollout)
         check_sampling(self.rollout, self.evaluation)
+        check_support(
+            self.rollout,
+            self.algorithm,
+            has_teacher=self.distillation.is_on,
+            samples_are_runs=self.samples_are_runs,
+        )
         check_rollout_correction(self.algorithm)
+        check_score_centering(self.algorithm, samples_are_runs=self.samples_are_runs)
         check_environment(self.rollout, self.algorithm, self.data, has_turns=self.agents.is_on)
         check_agents(self.agents, self.rollout, self.algorithm, self.data)
         check_quantization(self.rollout)

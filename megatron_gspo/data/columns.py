@@ -102,6 +102,10 @@ class Columns:
         """The values of the sample at a position of the batch, a view."""
         return self.arrays[name][self._slices[position]]
 
+    def start_of(self, position: int) -> int:
+        """Where the values of the sample at a position of the batch begin in the arrays."""
+        return int(self._slices[position].start)
+
     def split(self, values: np.ndarray) -> dict[int, np.ndarray]:
         """Values [T, ...] as views by position in the batch."""
         parts = np.split(values, self.bounds[1:-1]) if len(self) else []

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megatron_gspo.data.columns import ranges
 from megatron_gspo.data.sample import Sample
 from megatron_gspo.data.schedule import ScheduleReport, padded_length, schedule, schedule_report
 from megatron_gspo.data.training_batch import TrainingBatch
@@ -39,6 +40,8 @@ __all__ = [
 OPTIONAL_FIELDS = ("old_log_probs", "rollout_log_probs", "ref_log_probs", "values", "returns")
 TEACHER_FIELDS = ("teacher_top_ids", "teacher_top_log_probs")
 """Of batches alone: samples have no such fields."""
+CENTERING_FIELDS = ("rollout_top_ids", "rollout_top_log_probs", "centering_advantages")
+"""Of batches alone, with score centering."""
 
 
 @dataclass(frozen=True)
@@ -106,6 +109,11 @@ class PackedBatch:
     missing_routes: [T] bool, where the sample's route isn't known; None where the batch has none.
     teacher_top_ids, teacher_top_log_probs: [T, K] int32 and float32, 0 where loss_mask is 0; None
         where no teacher has scored the batch, and in a batch without samples.
+    rollout_top_ids, rollout_top_log_probs: the same of the rollout engine.
+    centering_advantages: [T] float32, 0 where loss_mask is 0; None without score centering, and in
+        a batch without samples.
+    support: [T, W] int32, the ids that could be drawn as labels[t], -1 after them and where labels[t]
+        is not of a response; None where all ids could, and in a batch without samples.
     cu_seqlens: [r+1] int32, padded bounds of the rows, 0 .. T of the full batch, also in a shard.
     max_seqlen: longest padded row, in tokens.
     num_segments: n.
@@ -143,6 +151,10 @@ class PackedBatch:
     missing_routes: Tensor | None = None
     teacher_top_ids: Tensor | None = None
     teacher_top_log_probs: Tensor | None = None
+    rollout_top_ids: Tensor | None = None
+    rollout_top_log_probs: Tensor | None = None
+    centering_advantages: Tensor | None = None
+    support: Tensor | None = None
     micro_batch: int = 0
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> PackedBatch:
@@ -193,8 +205,8 @@ def pack(
         under sequence parallelism).
     num_sequences, num_tokens: counts over the global mini-batch (`count_trained`, summed over
         ranks).
-    optional: which of OPTIONAL_FIELDS (of a batch also TEACHER_FIELDS) the packed batch carries;
-        None takes those OPTIONAL_FIELDS that the samples carry.
+    optional: which of OPTIONAL_FIELDS (of a batch also TEACHER_FIELDS and CENTERING_FIELDS) the
+        packed batch carries; None takes those OPTIONAL_FIELDS that the samples carry.
     routes: the model's sizes where the batch is to carry the samples' routes (`check_routes` them
         before).
 
@@ -290,6 +302,10 @@ def pack_responses(
         missing_routes=missing_routes,
         teacher_top_ids=carried.get("teacher_top_ids"),
         teacher_top_log_probs=carried.get("teacher_top_log_probs"),
+        rollout_top_ids=carried.get("rollout_top_ids"),
+        rollout_top_log_probs=carried.get("rollout_top_log_probs"),
+        centering_advantages=carried.get("centering_advantages"),
+        support=_support(batch, predictions, len(tokens)),
     )
 
 
@@ -406,6 +422,26 @@ def _field(
         where = loss_mask.reshape(-1, *[1] * (column.ndim - 1))
         np.copyto(out[packed], values, where=where)
     return torch.from_numpy(out)
+
+
+def _support(
+    batch: TrainingBatch, predictions: Sequence[PredictedTokens], size: int
+) -> Tensor | None:
+    """`support` of a batch: the ids are ragged in the columns, and padded here."""
+    if "support_lengths" not in batch.responses:
+        return None
+    lengths = np.zeros(size, dtype=np.int64)
+    starts = np.zeros(size, dtype=np.int64)
+    ids = batch.supports.arrays["ids"]
+    for sample, response, packed in predictions:
+        of_sample = batch.responses.of_sample("support_lengths", sample).astype(np.int64)
+        lengths[packed] = of_sample[response]
+        first = batch.supports.start_of(sample)
+        starts[packed] = first + (np.cumsum(of_sample) - of_sample)[response]
+    support = np.full((size, int(lengths.max(initial=1))), -1, dtype=np.int32)
+    is_present = np.arange(support.shape[1]) < lengths[:, None]
+    support[is_present] = ids[ranges(starts, lengths)]
+    return torch.from_numpy(support)
 
 
 def _routes(

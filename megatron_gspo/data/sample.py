@@ -72,6 +72,12 @@ class Sample:
     rollout_log_probs: [R] float32, log-probability of each response token as the engine scored it
         while sampling (after temperature); None where the engine has none. Ignored where loss_mask
         is False.
+    rollout_top_ids, rollout_top_log_probs: [R, K] int32 and float32, the engine's K most likely ids
+        at each response token, descending, and their log-probabilities as those of
+        rollout_log_probs; None: not asked for.
+    support_lengths, support_ids: [R] int32, how many ids the engine could draw at each response
+        token, and [sum of them] int32, these ids, token after token; rollout_log_probs are then
+        over them. None: the whole vocabulary.
     finish_reason: "stop" (end token), "length" (cut off) or "abort".
     text: the decoded response.
     weight_version: version of the weights that sampled it; the oldest if there are several.
@@ -112,6 +118,10 @@ class Sample:
     missing_routes: np.ndarray | None = None
     token_versions: np.ndarray | None = None
     row_lengths: np.ndarray | None = None
+    rollout_top_ids: np.ndarray | None = None
+    rollout_top_log_probs: np.ndarray | None = None
+    support_lengths: np.ndarray | None = None
+    support_ids: np.ndarray | None = None
     metadata: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -159,6 +169,8 @@ class Sample:
         _check_array(self.loss_mask, (self.response_length,), np.bool_, where, "loss_mask")
         for name in (*_LOG_PROB_FIELDS, "advantages", "values", "returns"):
             self._check_floats(name, where, finite)
+        self._check_top_ids(where)
+        self._check_support(where)
         self._check_versions(where)
         self._check_rows(where)
         fault = route_fault(self)
@@ -181,6 +193,41 @@ class Sample:
         if name in _LOG_PROB_FIELDS and trained.size and trained.max() > 1e-3:
             raise ValueError(
                 f"{where}: {name} has {trained.max():.4g}; a log-probability is at most 0"
+            )
+
+    def _check_top_ids(self, where: str) -> None:
+        ids = self.rollout_top_ids
+        log_probs = self.rollout_top_log_probs
+        if ids is None and log_probs is None:
+            return
+        count = ids.shape[1] if isinstance(ids, np.ndarray) and ids.ndim == 2 else 1
+        shape = (self.response_length, count)
+        _check_array(ids, shape, np.int32, where, "rollout_top_ids")
+        _check_array(log_probs, shape, np.float32, where, "rollout_top_log_probs")
+        assert ids is not None and log_probs is not None
+        if ids.size and ids.min() < 0:
+            raise ValueError(f"{where}: rollout_top_ids has the negative id {ids.min()}")
+        if not (log_probs <= 1e-3).all():  # NaN too
+            raise ValueError(
+                f"{where}: rollout_top_log_probs has {log_probs.max():.4g}; a log-probability is at"
+                " most 0"
+            )
+
+    def _check_support(self, where: str) -> None:
+        lengths = self.support_lengths
+        ids = self.support_ids
+        if lengths is None and ids is None:
+            return
+        _check_array(lengths, (self.response_length,), np.int32, where, "support_lengths")
+        assert lengths is not None
+        shape = (int(lengths.sum(dtype=np.int64)),)
+        _check_array(ids, shape, np.int32, where, "support_ids")
+        tokens = np.repeat(np.arange(len(lengths)), lengths)
+        is_drawn = ids == self.response_ids[tokens]
+        if not np.bincount(tokens[is_drawn], minlength=len(lengths))[self.loss_mask].all():
+            raise ValueError(
+                f"{where}: support_ids lacks a token of the response; give the ids that could be"
+                " drawn at each"
             )
 
     def _check_versions(self, where: str) -> None:

@@ -30,6 +30,8 @@ _FLOAT_FIELDS = (
     "values",
     "returns",
 )
+# The same, [R, K] of their dtypes.
+_TOP_FIELDS = {"rollout_top_ids": np.int32, "rollout_top_log_probs": np.float32}
 _NO_TOKENS = Columns.of([], np.zeros(0, dtype=np.int64))
 # On stages of a pipeline without the loss.
 _NO_RESPONSES = Columns.of(
@@ -41,6 +43,7 @@ _NO_RESPONSES = Columns.of(
     **{name: np.zeros(0, dtype=np.float32) for name in _FLOAT_FIELDS},
 )
 _NO_ROWS = Columns.of([], np.zeros(0, dtype=np.int64), length=np.zeros(0, dtype=np.int64))
+_NO_SUPPORTS = Columns.of([], np.zeros(0, dtype=np.int64), ids=np.zeros(0, dtype=np.int32))
 _NO_TURNS = Columns.of(
     [],
     np.zeros(0, dtype=np.int64),
@@ -62,10 +65,14 @@ class TrainingBatch(BatchTable):
         environment; `rollout_log_probs`, `old_log_probs`, `ref_log_probs`, `advantages`, `values`
         and `returns` float32, `token_versions` int32, as far as a phase has added them; of a
         teacher `teacher_log_probs` float32, and of its K most likely ids `teacher_top_ids` int32
-        and `teacher_top_log_probs` float32 [tokens, K]. Without samples on stages of a pipeline
+        and `teacher_top_log_probs` float32 [tokens, K]; of the rollout engine `rollout_top_ids` and
+        `rollout_top_log_probs`, and `centering_advantages` float32; of a truncated sampler
+        `support_lengths` int32. Without samples on stages of a pipeline
         that don't have the loss.
     rows: a value for each sequence of the model that a sample is: its `length` in tokens. All
         samples have one row but runs of agents.
+    supports: of a truncated sampler, a value for each id that could be drawn, response token after
+        response token: `ids` int32.
     turns: of episodes, a value for each turn: `start` and `end` within the response, `reward`.
     samples: the responses as the rollout made them, without routes, for what a step writes; on
         ranks with the loss.
@@ -76,6 +83,7 @@ class TrainingBatch(BatchTable):
     inputs: Columns = _NO_TOKENS
     responses: Columns = _NO_RESPONSES
     rows: Columns = _NO_ROWS
+    supports: Columns = _NO_SUPPORTS
     turns: Columns = _NO_TURNS
     samples: Mapping[int, Sample] = field(default_factory=dict)
     pipeline: dist.ProcessGroup | None = field(default=None, compare=False)
@@ -134,6 +142,7 @@ class TrainingBatch(BatchTable):
             table=self.table[positions],
             inputs=self.inputs.renumbered(positions),
             rows=self.rows.renumbered(positions),
+            supports=self.supports.renumbered(positions),
             responses=responses,
             turns=self.turns.renumbered(positions),
             samples=samples,
@@ -243,6 +252,8 @@ class TrainingBatchBuilder:
         if has_tokens:
             self._input_arrays["tokens"] = np.empty(tokens, dtype=np.int64)
         self._added = 0
+        self._with_top_ids = 0
+        self._support_ids: dict[int, np.ndarray] = {}
         self._response_arrays: dict[str, np.ndarray] = {}
         self._turn_arrays: dict[str, np.ndarray] = {}
         if has_loss:
@@ -335,6 +346,14 @@ class TrainingBatchBuilder:
             if name not in arrays:
                 arrays[name] = np.empty(self._responses.num_tokens, dtype=np.float32)
             arrays[name][response] = values
+        if sample.rollout_top_ids is not None:
+            self._add_top_ids(sample, response)
+        if sample.support_ids is not None:
+            self._support_ids[position] = sample.support_ids
+            if "support_lengths" not in arrays:
+                tokens = self._responses.num_tokens
+                arrays["support_lengths"] = np.zeros(tokens, dtype=np.int32)
+            arrays["support_lengths"][response] = sample.support_lengths
         versions = sample.token_versions
         # Its arrays are views of the columns: the originals' memory is free.
         self._samples[position] = replace(
@@ -343,6 +362,10 @@ class TrainingBatchBuilder:
             loss_mask=arrays["loss_mask"][response],
             token_versions=None if versions is None else arrays["token_versions"][response],
             rollout_log_probs=None,
+            rollout_top_ids=None,
+            rollout_top_log_probs=None,
+            support_lengths=None,
+            support_ids=None,
             old_log_probs=None,
             ref_log_probs=None,
             advantages=None,
@@ -351,6 +374,30 @@ class TrainingBatchBuilder:
             routed_experts=None,
             missing_routes=None,
         )
+
+    def _supports(self) -> Columns:
+        if not self._support_ids:
+            return _NO_SUPPORTS
+        arrays = dict(sorted(self._support_ids.items()))
+        lengths = np.array([len(ids) for ids in arrays.values()], dtype=np.int64)
+        return Columns.of(list(arrays), lengths, ids=np.concatenate(list(arrays.values())))
+
+    def _add_top_ids(self, sample: Sample, response: slice) -> None:
+        """response: its tokens in the columns."""
+        self._with_top_ids += 1
+        for name, dtype in _TOP_FIELDS.items():
+            values = getattr(sample, name)
+            column = self._response_arrays.get(name)
+            if column is None:
+                sizes = (self._responses.num_tokens, values.shape[1])
+                column = self._response_arrays[name] = np.empty(sizes, dtype=dtype)
+            if values.shape != (sample.response_length, column.shape[1]):
+                raise ValueError(
+                    f"sample {sample.prompt_index}/{sample.sample_index}: {name} has shape"
+                    f" {list(values.shape)}; it must be"
+                    f" {[sample.response_length, column.shape[1]]}"
+                )
+            column[response] = values
 
     def batch(
         self, group: dist.ProcessGroup | None = None, pipeline: dist.ProcessGroup | None = None
@@ -362,6 +409,16 @@ class TrainingBatchBuilder:
             group, pipeline: of the batch, see `TrainingBatch`.
         """
         assert self._added == len(self._inputs), f"{self._added} of {len(self._inputs)} arrived"
+        if self._with_top_ids not in (0, self._added):
+            raise ValueError(
+                f"rollout_top_ids is missing from {self._added - self._with_top_ids} of"
+                f" {self._added} samples; fill it in for all or for none"
+            )
+        if len(self._support_ids) not in (0, self._added):
+            raise ValueError(
+                f"support_ids is missing from {self._added - len(self._support_ids)} of"
+                f" {self._added} samples; fill it in for all or for none"
+            )
         if not self._table["has_rollout_log_probs"].all():
             self._response_arrays.pop("rollout_log_probs", None)
         if not self._table["has_routes"].all():
@@ -375,6 +432,7 @@ class TrainingBatchBuilder:
             inputs=replace(self._inputs, arrays=self._input_arrays),
             rows=replace(self._rows, arrays={"length": self._row_lengths}),
             responses=responses if self._has_loss else _NO_RESPONSES,
+            supports=self._supports(),
             turns=turns if self._has_loss else _NO_TURNS,
             samples=dict(sorted(self._samples.items())),
             pipeline=pipeline,

@@ -282,6 +282,7 @@ def _server_source(
         shape,
         end_ids,
         return_routes=config.routing.needs_rollout_routes,
+        top_log_probs=config.algorithm.score_centering,
         adapters=ADAPTERS if config.lora.sends_adapters else "",
     )
     started: LocalServers | None = None
@@ -434,6 +435,7 @@ def embedded_engine(config: Config, shape: ModelShape, tokenizer: Any) -> Embedd
             keep_special_tokens=config.data.keep_special_tokens,
             max_batch=config.rollout.max_batch_size,
             return_routed_experts=config.routing.needs_rollout_routes,
+            top_log_probs=config.algorithm.score_centering,
         )
     except ValueError as error:
         problem = f"the embedded engine refuses it: {first_line(error)}"

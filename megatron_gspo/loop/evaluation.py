@@ -65,6 +65,8 @@ def evaluation_sampling(config: Config) -> SamplingParams:
         temperature=evaluation.temperature,
         top_p=evaluation.top_p,
         top_k=evaluation.top_k,
+        min_p=0.0,
+        max_support=0,
     )
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from megatron_gspo.config import Config, ConfigError
+from megatron_gspo.config import Config, ConfigError, RolloutConfig
 from megatron_gspo.data.training_batch import TrainingBatch
 from megatron_gspo.loop.rollout_correction import mismatch
 from megatron_gspo.loop.routing import RoutingReplay
@@ -31,6 +31,7 @@ def with_log_probs(
 
     Without an importance ratio and a reference the batch is returned unchanged.
     """
+    check_supports(batch, config.rollout)
     if not routing.has_ratio and reference is None:
         return batch, {}
     metrics: dict[str, float] = {}
@@ -50,6 +51,16 @@ def with_log_probs(
             ).log_probs
         batch = batch.with_column("ref_log_probs", ref_log_probs)
     return batch, metrics
+
+
+def check_supports(batch: TrainingBatch, rollout: RolloutConfig) -> None:
+    """The samples of a truncated sampler have the ids that could be drawn; else ``ConfigError``."""
+    responses = batch.responses
+    if rollout.max_support and len(responses) and "support_lengths" not in responses:
+        problem = "the engine does not return the ids that could be drawn"
+        raise ConfigError(
+            "rollout.max_support", rollout.max_support, problem, "use rollout.engine: embedded"
+        )
 
 
 def _with_old_log_probs(

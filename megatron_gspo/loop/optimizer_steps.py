@@ -81,6 +81,7 @@ def run_optimizer_steps(
                 routing=routing.update_options(number),
                 plan=packing,
                 distillation=config.distillation,
+                score_centering=config.algorithm.centering,
             )
         routing.add_update(
             result.routing, mini_batch, timers, flips=writes_ratios(config, step + 1)

@@ -216,7 +216,7 @@ class RolloutCache:
             conditions |= {f"{section}.{key}": value for key, value in config[section].items()}
         for section, keys in (
             ("model", ("path", "dtype", "init")),
-            ("algorithm", ("name", "dynamic_sampling", "max_num_gen_batches")),
+            ("algorithm", ("name", "dynamic_sampling", "max_num_gen_batches", "score_centering")),
             ("routing", ("perturbation", "perturbation_options")),
         ):
             conditions |= {f"{section}.{key}": config[section][key] for key in keys}
@@ -250,9 +250,13 @@ def _chunks(batch: SampleBatch) -> Iterator[bytes]:
         size = 0
         while taken < len(positions) and size < _CHUNK:
             sample = batch.held[positions[taken]]
-            size += 32 * sample.length + (
-                0 if sample.routed_experts is None else sample.routed_experts.nbytes
+            arrays = (
+                sample.routed_experts,
+                sample.rollout_top_ids,
+                sample.rollout_top_log_probs,
+                sample.support_ids,
             )
+            size += 32 * sample.length + sum(a.nbytes for a in arrays if a is not None)
             taken += 1
         encoded = positions[:taken]
         positions = positions[taken:]

@@ -94,6 +94,8 @@ def correct_mismatch(
     group.
     """
     metrics: dict[str, float] = {}
+    if algorithm.score_centering:
+        batch, metrics = _with_centering(batch, algorithm)
     if algorithm.needs_rollout_log_probs and batch.lacks("rollout_log_probs"):
         raise ConfigError(
             "algorithm.name",
@@ -114,6 +116,37 @@ def correct_mismatch(
     return batch, metrics
 
 
+def _with_centering(
+    batch: TrainingBatch, algorithm: AlgorithmConfig
+) -> tuple[TrainingBatch, dict[str, float]]:
+    """The batch with ``centering_advantages``: those before weights by token; and
+    ``score_centering/*``."""
+    responses = batch.responses
+    if len(responses) and "rollout_top_ids" not in responses:
+        problem = "the engine gives no log-probs of its most likely ids"
+        raise ConfigError(
+            "algorithm.score_centering", algorithm.score_centering, problem, "set it to 0"
+        )
+    mass = 0.0
+    trained = responses["loss_mask"]
+    if len(responses):
+        mass = float(np.exp(responses["rollout_top_log_probs"][trained], dtype=np.float64).sum())
+    total, count = batch.sum(mass, int(trained.sum()))
+    metrics = {"score_centering/top_k_mass": total / max(count, 1)}
+    return batch.with_column("centering_advantages", responses["advantages"]), metrics
+
+
+def _with_weights(batch: TrainingBatch, weights: np.ndarray, *, by_token: bool) -> TrainingBatch:
+    """The advantages times weights [T]. Those of tokens are not in the centering's advantages: the
+    centering has the weight of every token of the vocabulary."""
+    names = ["advantages"]
+    if not by_token and "centering_advantages" in batch.responses:
+        names.append("centering_advantages")
+    for name in names:
+        batch = batch.with_column(name, batch.responses[name] * weights)
+    return batch
+
+
 def _reject(
     algorithm: AlgorithmConfig, batch: TrainingBatch, tokens: _Tokens
 ) -> tuple[TrainingBatch, dict[str, float]]:
@@ -122,7 +155,7 @@ def _reject(
     kept = _kept(algorithm, tokens)
     if algorithm.rollout_rs_denominator == "all":
         counts = (kept | ~tokens.mask).numpy()
-        left = batch.with_column("advantages", batch.responses["advantages"] * counts)
+        left = _with_weights(batch, counts, by_token=algorithm.rollout_rs.startswith("token"))
     else:
         left = batch.with_loss_mask(kept.numpy())
     ids = tokens.segments.segment_ids
@@ -170,7 +203,7 @@ def _weight(
         ids = tokens.segments.segment_ids
         last = torch.zeros(len(batch.responses)).index_copy(0, ids, weights)
         units = last[ids[tokens.mask].unique()]
-    weighted = batch.with_column("advantages", batch.responses["advantages"] * weights.numpy())
+    weighted = _with_weights(batch, weights.numpy(), by_token=algorithm.rollout_is == "token")
     w = units.double()
     count, total, squares, cut = batch.sum(
         len(w), float(w.sum()), float(w.square().sum()), float((units >= cap).sum())

@@ -24,7 +24,10 @@ from megatron_gspo.algorithms import (
     Distillation,
     LossExtras,
     Objective,
+    ScoreCentering,
+    centering,
     divergence,
+    over_support,
     policy_loss,
 )
 from megatron_gspo.data.packing import PackedBatch
@@ -136,6 +139,34 @@ def token_log_probs(
     )
 
 
+def sampled_log_probs(
+    model: MegatronModule,
+    hidden: Tensor,
+    inputs: MicroBatchInputs,
+    groups: ProcessGroups,
+    options: LogProbOptions,
+    top_ids: Sequence[Tensor] = (),
+) -> tuple[Tensor, Tensor | None, Sequence[Tensor]]:
+    """Log-probs ``[t]`` of a shard's labels, over the ids that could be drawn where the batch has
+    them; the entropy; and log-probs ``[t, K]`` of each of ``top_ids``, over the vocabulary."""
+    batch = inputs.batch
+    further = [*top_ids]
+    if batch.support is not None:
+        further.append(batch.support.clamp(min=0))
+    labels = batch.labels
+    if further:
+        labels = torch.cat((labels[:, None], *further), dim=1)
+    log_probs, entropy = token_log_probs(model, hidden, labels, groups, options, inputs.scored)
+    if not further:
+        return log_probs, entropy, ()
+    counts = [1, *(ids.shape[1] for ids in further)]
+    sampled, *of_further = log_probs.split(counts, dim=1)
+    log_probs = sampled[:, 0]
+    if batch.support is not None:
+        log_probs = over_support(log_probs, of_further.pop(), batch.support >= 0)
+    return log_probs, entropy, of_further
+
+
 def policy_forward_step(
     objective: Objective,
     *,
@@ -146,6 +177,7 @@ def policy_forward_step(
     routing: Sequence[MicroBatchRoutes] | None = None,
     chunk_bytes: int | None = None,
     distillation: Distillation | None = None,
+    score_centering: ScoreCentering | None = None,
 ) -> ForwardStep:
     """A ``forward_step`` for Megatron's ``get_forward_backward_func()``: all that a training loop
     of your own needs.
@@ -156,7 +188,8 @@ def policy_forward_step(
     ``groups`` defaults to Megatron's parallel state. ``routing``: ``routes_of_mini_batch`` of this
     mini-batch; call ``check_uses`` of each after the schedule. ``chunk_bytes``: of
     ``LogProbOptions``. ``distillation``: the divergence from a teacher whose most likely ids the
-    batches carry; None without. The schedule returns, on the last
+    batches carry; None without. ``score_centering``: how the loss weighs a token, of batches that
+    carry the rollout engine's most likely ids; None without. The schedule returns, on the last
     stage and for each micro-batch, ``{"metrics": shares that add up, "log_probs": [t] of this
     shard, 0 where not trained}``.
 
@@ -190,15 +223,18 @@ def policy_forward_step(
         inputs: MicroBatchInputs, model: MegatronModule, hidden: Tensor
     ) -> tuple[Tensor, PolicyLossOutput]:
         batch = inputs.batch
-        labels = batch.labels
-        if batch.teacher_top_ids is not None:
-            labels = torch.cat((labels[:, None], batch.teacher_top_ids), dim=1)
-        log_probs, entropy = token_log_probs(model, hidden, labels, groups, options, inputs.scored)
-        from_teacher = None
+        both = (batch.teacher_top_ids, batch.rollout_top_ids)
+        top_ids = [ids for ids in both if ids is not None]
+        log_probs, entropy, of_top_ids = sampled_log_probs(
+            model, hidden, inputs, groups, options, top_ids
+        )
+        from_teacher = of_rollout = None
         if batch.teacher_top_log_probs is not None:
             assert distillation is not None, "the batch has a teacher's ids"
-            from_teacher = divergence(distillation, log_probs[:, 1:], batch.teacher_top_log_probs)
-            log_probs = log_probs[:, 0]
+            from_teacher = divergence(distillation, of_top_ids[0], batch.teacher_top_log_probs)
+        if batch.rollout_top_log_probs is not None:
+            assert score_centering is not None, "the batch has the rollout engine's ids"
+            of_rollout = centering(score_centering, of_top_ids[-1], batch.rollout_top_log_probs)
         extras = LossExtras(
             batch.num_segments,
             batch.ref_log_probs,
@@ -206,6 +242,8 @@ def policy_forward_step(
             sum_over_context=sum_over(groups.cp),
             rollout_log_probs=batch.rollout_log_probs,
             divergence=from_teacher,
+            centering=of_rollout,
+            centering_advantages=batch.centering_advantages,
         )
         loss, metrics = policy_loss(
             objective,
@@ -271,8 +309,7 @@ def log_prob_forward_step(
     def collect(
         inputs: MicroBatchInputs, model: MegatronModule, hidden: Tensor, non_loss_data: bool = True
     ) -> tuple[Tensor, Tensor | None]:
-        labels = inputs.batch.labels
-        return token_log_probs(model, hidden, labels, groups, options, inputs.scored)
+        return sampled_log_probs(model, hidden, inputs, groups, options)[:2]
 
     return forward_step
 

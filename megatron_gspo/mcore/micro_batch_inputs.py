@@ -15,7 +15,12 @@ from dataclasses import dataclass, replace
 from megatron.core.models.gpt.gpt_model import GPTModel
 from torch import Tensor
 
-from megatron_gspo.data.packing import TEACHER_FIELDS, PackedBatch, context_parallel_shard
+from megatron_gspo.data.packing import (
+    CENTERING_FIELDS,
+    TEACHER_FIELDS,
+    PackedBatch,
+    context_parallel_shard,
+)
 from megatron_gspo.mcore.device_copies import copy_to_device
 from megatron_gspo.mcore.process_groups import ProcessGroups, compute_device
 from megatron_gspo.mcore.routing_replay.micro_batch_routes import MicroBatchRoutes
@@ -23,7 +28,7 @@ from megatron_gspo.mcore.routing_replay.router_hooks import router_hooks
 from megatron_gspo.parallel.scored_rows import ScoredRows
 
 _FIRST_STAGE = ("tokens", "position_ids")
-_LAST_STAGE = ("labels",)
+_LAST_STAGE = ("labels", "support")
 POLICY_LOSS = (
     "segment_ids",
     "loss_mask",
@@ -32,6 +37,7 @@ POLICY_LOSS = (
     "ref_log_probs",
     "rollout_log_probs",
     *TEACHER_FIELDS,
+    *CENTERING_FIELDS,
 )
 VALUE_LOSS = ("loss_mask", "values", "returns")
 

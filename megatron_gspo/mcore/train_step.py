@@ -15,10 +15,16 @@ import torch.distributed as dist
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
-from megatron_gspo.algorithms import Distillation, Objective, finish_metrics, reduction_of
+from megatron_gspo.algorithms import (
+    Distillation,
+    Objective,
+    ScoreCentering,
+    finish_metrics,
+    reduction_of,
+)
 from megatron_gspo.config import TrainingConfig
 from megatron_gspo.data.micro_batch_plan import MicroBatchPlan
-from megatron_gspo.data.packing import OPTIONAL_FIELDS, TEACHER_FIELDS
+from megatron_gspo.data.packing import CENTERING_FIELDS, OPTIONAL_FIELDS, TEACHER_FIELDS
 from megatron_gspo.data.training_batch import TrainingBatch
 from megatron_gspo.mcore.forward_step import (
     ForwardStep,
@@ -207,8 +213,8 @@ def pack_mini_batch(
 ) -> MicroBatches:
     """This rank's packed micro-batches of a mini-batch, with routes where the options need them.
 
-    optional: which of ``OPTIONAL_FIELDS`` and ``TEACHER_FIELDS`` the batches carry. plan: as in
-    ``compute_log_probs``.
+    optional: which of ``OPTIONAL_FIELDS``, ``TEACHER_FIELDS`` and ``CENTERING_FIELDS`` the batches
+    carry. plan: as in ``compute_log_probs``.
     """
     return planned_micro_batches(
         batch,
@@ -238,13 +244,15 @@ def train_mini_batch(
     routing: ReplayOptions | None = None,
     plan: MicroBatchPlan | None = None,
     distillation: Distillation | None = None,
+    score_centering: ScoreCentering | None = None,
 ) -> StepResult:
     """One optimizer step on a global mini-batch: forward, backward, gradient reduction, clipping,
     optimizer, schedule.
 
-    ``plan``: as in ``compute_log_probs``. ``distillation``: as in ``policy_forward_step``.
+    ``plan``: as in ``compute_log_probs``. ``distillation``, ``score_centering``: as in
+    ``policy_forward_step``.
     """
-    optional = OPTIONAL_FIELDS + TEACHER_FIELDS
+    optional = OPTIONAL_FIELDS + TEACHER_FIELDS + CENTERING_FIELDS
     carried = [name for name in POLICY_LOSS if name in optional and name in batch.responses]
     if not objective.reads_rollout_log_probs and "rollout_log_probs" in carried:
         carried.remove("rollout_log_probs")
@@ -258,6 +266,7 @@ def train_mini_batch(
         routing=routes,
         chunk_bytes=training.log_prob_bytes,
         distillation=distillation,
+        score_centering=score_centering,
     )
     metrics = optimizer_step(policy)
     metrics |= finish_metrics(summed_metrics([output["metrics"] for output in outputs], policy))
@@ -302,9 +311,11 @@ def forward_backward(
     routing: Sequence[MicroBatchRoutes] | None = None,
     chunk_bytes: int | None = None,
     distillation: Distillation | None = None,
+    score_centering: ScoreCentering | None = None,
 ) -> list[PolicyLossOutput]:
     """Zero the gradients, run the schedule and reduce the gradients; returns the last stage's
-    output per micro-batch. ``chunk_bytes``, ``distillation``: as in ``policy_forward_step``.
+    output per micro-batch. ``chunk_bytes``, ``distillation``, ``score_centering``: as in
+    ``policy_forward_step``.
 
     Raises ``RoutingError`` where a router did not use its routes exactly once.
     """
@@ -318,6 +329,7 @@ def forward_backward(
         routing=routing,
         chunk_bytes=chunk_bytes,
         distillation=distillation,
+        score_centering=score_centering,
     )
     outputs = run_schedule(policy, step, batches, forward_only=False)
     for micro_batch in routing or ():

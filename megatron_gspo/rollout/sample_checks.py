@@ -71,4 +71,11 @@ def _fault(
         return (
             f"{where}: tokens has the id {largest}; the model's vocabulary ends at {vocab_size - 1}"
         )
+    for name in ("rollout_top_ids", "support_ids"):
+        ids = getattr(sample, name)
+        if vocab_size is not None and ids is not None and ids.max(initial=0) >= vocab_size:
+            return (
+                f"{where}: {name} has the id {ids.max()}; the model's vocabulary ends at"
+                f" {vocab_size - 1}"
+            )
     return ""

@@ -29,9 +29,12 @@ _COLUMNS = (
     "token_versions",
     "tokens",
     "rows",
+    "top_ids",
+    "has_support",
+    "support_ids",
 )
 # At the start of the bytes; another version's are refused.
-_FORMAT = int.from_bytes(b"samples5", "little")
+_FORMAT = int.from_bytes(b"samples6", "little")
 _COLUMN = {name: i for i, name in enumerate(_COLUMNS)}
 
 
@@ -65,6 +68,19 @@ def encode_samples(samples: Sequence[Sample], positions: Sequence[int]) -> bytes
         _joined([s.row_lengths for s in samples if s.row_lengths is not None], np.int64),
         _joined(floats, np.float32),
         _joined([s.token_versions for s in samples if s.token_versions is not None], np.int32),
+        _joined(
+            [s.rollout_top_ids.ravel() for s in samples if s.rollout_top_ids is not None], np.int32
+        ),
+        _joined(
+            [
+                s.rollout_top_log_probs.ravel()
+                for s in samples
+                if s.rollout_top_log_probs is not None
+            ],
+            np.float32,
+        ),
+        _joined([s.support_lengths for s in samples if s.support_lengths is not None], np.int32),
+        _joined([s.support_ids for s in samples if s.support_ids is not None], np.int32),
         *routes,
         _joined(missing_routes, np.uint8),
         _joined([s.loss_mask for s in samples], np.uint8),
@@ -95,6 +111,9 @@ def _numbers(sample: Sample, position: int, text_bytes: int) -> tuple[int, ...]:
         sample.token_versions is not None,
         sample.has_tokens,
         0 if sample.row_lengths is None else len(sample.row_lengths),
+        0 if sample.rollout_top_ids is None else sample.rollout_top_ids.shape[1],
+        sample.support_ids is not None,
+        0 if sample.support_ids is None else len(sample.support_ids),
     )
 
 
@@ -119,6 +138,13 @@ def decode_samples(buffer: np.ndarray) -> list[tuple[int, Sample]]:
     floats = _Reader(reader.read(np.uint8, 4 * int((present.sum(1) * responses).sum())))
     known = table[:, _COLUMN["token_versions"]] != 0
     versions = _Reader(reader.read(np.uint8, 4 * int(responses[known].sum())))
+    top_counts = table[:, _COLUMN["top_ids"]]
+    top_bytes = 4 * int((top_counts * responses).sum())
+    top_ids = _Reader(reader.read(np.uint8, top_bytes))
+    top_log_probs = _Reader(reader.read(np.uint8, top_bytes))
+    has_support = table[:, _COLUMN["has_support"]] != 0
+    support_lengths = _Reader(reader.read(np.uint8, 4 * int(responses[has_support].sum())))
+    support_ids = _Reader(reader.read(np.uint8, 4 * int(table[:, _COLUMN["support_ids"]].sum())))
     routes = _read_routes(reader, table)
     masks = np.split(
         reader.read(np.uint8, int(responses.sum())).view(bool), np.cumsum(responses)[:-1]
@@ -146,6 +172,14 @@ def decode_samples(buffer: np.ndarray) -> list[tuple[int, Sample]]:
             token_versions=versions.read(np.int32, response) if record["token_versions"] else None,
             row_lengths=rows.read(np.int64, record["rows"]) if record["rows"] else None,
             rollout_log_probs=arrays["rollout_log_probs"],
+            rollout_top_ids=top_ids.read_rows(np.int32, response, record["top_ids"]),
+            support_lengths=(
+                support_lengths.read(np.int32, response) if record["has_support"] else None
+            ),
+            support_ids=(
+                support_ids.read(np.int32, record["support_ids"]) if record["has_support"] else None
+            ),
+            rollout_top_log_probs=top_log_probs.read_rows(np.float32, response, record["top_ids"]),
             advantages=arrays["advantages"],
             old_log_probs=arrays["old_log_probs"],
             ref_log_probs=arrays["ref_log_probs"],
@@ -199,3 +233,7 @@ class _Reader:
         data = self.buffer[self.offset : self.offset + size]
         self.offset += size
         return data.view(dtype)
+
+    def read_rows(self, dtype: type, rows: int, width: int) -> np.ndarray | None:
+        """[rows, width]; None for a width of 0."""
+        return self.read(dtype, rows * width).reshape(rows, width) if width else None

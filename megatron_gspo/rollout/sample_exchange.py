@@ -4,6 +4,7 @@ that trains it.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import MutableMapping, Sequence
 from dataclasses import replace
@@ -249,13 +250,24 @@ def _fits(used: Sequence[int], number: int, size: int, bucket: int) -> bool:
 
 def _sizes(batch: SampleBatch) -> np.ndarray:
     """[N] int64: bytes of each sample, about, the same on every rank."""
-    routed = [s.routed_experts for s in batch.samples if s.routed_experts is not None]
-    route_bytes = 0.0
-    if routed:
-        route_bytes = float(np.prod(routed[0].shape[1:]) * routed[0].itemsize)
-    [route_bytes] = batch.max(route_bytes)
+    samples = batch.samples
+    support = sum(s.support_ids.nbytes for s in samples if s.support_ids is not None)
+    route_bytes, top_bytes, support_bytes = batch.max(
+        _row_bytes([s.routed_experts for s in samples]),
+        2 * _row_bytes([s.rollout_top_ids for s in samples]),  # and as many log-probs
+        support / max(sum(s.response_length for s in samples), 1),
+    )
     token_bytes = _TOKEN_BYTES + route_bytes * batch.table["has_routes"]
-    return (batch.lengths * token_bytes).astype(np.int64)
+    sizes = batch.lengths * token_bytes + batch.table["response_length"] * (
+        top_bytes + support_bytes
+    )
+    return sizes.astype(np.int64)
+
+
+def _row_bytes(arrays: Sequence[np.ndarray | None]) -> int:
+    """Of the rows of the first array; 0 without any."""
+    first = next((array for array in arrays if array is not None), None)
+    return 0 if first is None else math.prod(first.shape[1:]) * first.itemsize
 
 
 def _first_ranks(

@@ -69,7 +69,8 @@ TAPERED = Objective(
 @dataclass(frozen=True)
 class Batch:
     """[T] each, float64 but for loss_mask and segment_ids. divergence: from a teacher, if there is
-    one."""
+    one. centering, centering_advantages: with score centering.
+    """
 
     log_probs: Tensor
     old_log_probs: Tensor
@@ -81,6 +82,8 @@ class Batch:
     segment_ids: Tensor
     num_segments: int
     divergence: Tensor | None = None
+    centering: Tensor | None = None
+    centering_advantages: Tensor | None = None
 
     @property
     def num_sequences(self) -> int:
@@ -205,6 +208,8 @@ def naive_loss(objective: Objective, batch: Batch, log_probs: Tensor, entropy: T
                 value = value + o.entropy_coef * entropy[t]
             if batch.divergence is not None:
                 value = value - batch.divergence[t]
+            if batch.centering is not None:
+                value = value - _centred(o, batch, log_probs, t, log_ratios) * batch.centering[t]
             if o.loss_agg_mode == "seq-mean-token-mean":
                 total = total + value / length / batch.num_sequences
             elif o.loss_agg_mode == "token-mean":
@@ -219,6 +224,21 @@ def _is_off_policy(o: Objective, advantage: Tensor, log_ratios: dict[int, Tensor
         return False
     divergence = -sum(float(d.detach()) for d in log_ratios.values()) / len(log_ratios)
     return bool(advantage < 0) and divergence > o.off_policy_mask_threshold
+
+
+def _centred(
+    o: Objective, batch: Batch, log_probs: Tensor, t: int, log_ratios: dict[int, Tensor]
+) -> float:
+    """What multiplies the centering of a token: its advantage or, where its response has one
+    ratio, what multiplies its score."""
+    if not o.sequence_level:
+        return float(batch.centering_advantages[t])
+    assert o.surrogate == "clip" and o.dual_clip is None and o.max_log_ratio > 1
+    advantage = float(batch.advantages[t])
+    ratio = float(_ratio(o, batch, log_probs, t, log_ratios).detach())
+    log_prob = float(log_probs[t].detach())
+    cut = _cut(o, advantage, ratio, log_prob, float(batch.old_log_probs[t]))
+    return 0.0 if any(cut) else advantage * ratio
 
 
 def _ratio(

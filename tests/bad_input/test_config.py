@@ -131,6 +131,12 @@ CASES = (
         shows=("distillation.teacher", "set algorithm.name: gspo_token"),
     ),
     Case(
+        "score centering of weights by token under GSPO",
+        "gspo has one ratio per response and algorithm.rollout_is by token",
+        ("algorithm.score_centering=8", "algorithm.rollout_is=token"),
+        shows=("algorithm.score_centering = 8", "set algorithm.rollout_is: geometric"),
+    ),
+    Case(
         "expert capacity",
         "drops tokens by the load of their batch",
         ("megatron.moe_expert_capacity_factor=1.5",),

@@ -6,7 +6,10 @@ from __future__ import annotations
 
 import pytest
 
-from tests.config.building import PPO, SFT, assert_refused, build
+from megatron_gspo.algorithms import ScoreCentering
+from megatron_gspo.config import ConfigError
+from megatron_gspo.config.algorithm_checks import check_top_ids
+from tests.config.building import ENVIRONMENT, PPO, SFT, assert_refused, build
 
 
 @pytest.mark.parametrize(
@@ -150,3 +153,63 @@ def test_routing_that_goes_together(plain: dict) -> None:
         ["routing.perturbation=my.py:noise", "rollout.engine=sglang", "sglang.num_servers=1"],
     ):
         build(plain, *overrides).check(1)
+
+
+ON = ("algorithm.score_centering=8", "algorithm.name=grpo")
+CENTERING = "algorithm.score_centering = 8"
+BY_TOKEN = "algorithm.rollout_is=token"
+REJECTED = "algorithm.rollout_rs=token"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "fix"),
+    [
+        ((*SFT, ON[0]), "set it to 0"),
+        ((*ON, ENVIRONMENT), "set it to 0"),
+        ((*ON, "algorithm.old_log_probs=rollout"), "or algorithm.name: cispo"),
+        ((ON[0], BY_TOKEN), "set algorithm.rollout_is: geometric"),
+        ((ON[0], REJECTED), "set algorithm.rollout_rs: geometric"),
+        ((*ON, REJECTED), "set algorithm.rollout_rs_denominator: all"),
+        (
+            (*ON, "algorithm.rollout_rs=token_binary_kl", "algorithm.rollout_rs_divergence=0.1"),
+            "set algorithm.rollout_rs: token",
+        ),
+    ],
+)
+def test_centering_needs_the_weight_of_every_token(
+    plain: dict, overrides: tuple[str, ...], fix: str
+) -> None:
+    assert_refused(plain, overrides, CENTERING, fix)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "bounds", "kept"),
+    [
+        (ON, None, None),
+        ((*ON, BY_TOKEN), (0.0, 2.0), None),
+        ((*ON, "algorithm.rollout_correction_preset=icepop"), (0.0, 5.0), (0.5, 5.0)),
+        ((ON[0], "algorithm.name=minirl"), (0.0, 5.0), None),
+        ((ON[0], "algorithm.name=cispo"), None, None),
+        (
+            (ON[0], "algorithm.name=cispo", "algorithm.old_log_probs=rollout"),
+            (0.0, 5.0),
+            None,
+        ),
+        ((ON[0], "algorithm.name=gspo", "algorithm.rollout_is=geometric"), None, None),
+    ],
+)
+def test_the_weight_of_a_token(
+    plain: dict,
+    overrides: tuple[str, ...],
+    bounds: tuple[float, float] | None,
+    kept: tuple[float, float] | None,
+) -> None:
+    assert build(plain, *overrides).algorithm.centering == ScoreCentering(bounds=bounds, kept=kept)
+    assert build(plain, "algorithm.name=grpo").algorithm.centering is None
+
+
+def test_centering_has_no_more_ids_than_the_model(plain: dict) -> None:
+    algorithm = build(plain, *ON).algorithm
+    check_top_ids(algorithm, {"vocab_size": 8})
+    with pytest.raises(ConfigError, match="score_centering = 8: the model has 7 ids; lower it"):
+        check_top_ids(algorithm, {"vocab_size": 7})

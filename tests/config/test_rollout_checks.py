@@ -8,6 +8,7 @@ from megatron_gspo.config import ConfigError
 from megatron_gspo.config.rollout_checks import check_environment_file
 from tests.config.building import ENVIRONMENT, SFT, assert_refused, build
 
+TRUNCATED = ["rollout.top_k=8", "rollout.max_support=8"]
 SERVERS = ["rollout.engine=sglang", "sglang.num_servers=1"]
 
 
@@ -16,7 +17,11 @@ SERVERS = ["rollout.engine=sglang", "sglang.num_servers=1"]
     [
         (["rollout.top_p=0.9"], "rollout.top_p = 0.9:", "set 1"),
         (["rollout.top_k=20"], "rollout.top_k = 20:", "set 0"),
-        (["rollout.min_p=0.1"], "rollout.min_p = 0.1:", ""),
+        (["rollout.min_p=0.1"], "rollout.min_p = 0.1:", "set 0, or rollout.max_support"),
+        (["rollout.max_support=8"], "rollout.max_support = 8:", "set one of them, or remove it"),
+        ([*TRUNCATED, *SERVERS], "rollout.max_support = 8:", "set it to 0"),
+        ([*TRUNCATED, ENVIRONMENT], "rollout.max_support = 8:", "set it to 0"),
+        ([*TRUNCATED, "algorithm.score_centering=8"], "rollout.max_support = 8:", "set it to 0"),
         (["rollout.temperature=0"], "rollout.temperature = 0.0:", "set it above 0"),
         (["evaluation.temperature=0", "evaluation.top_k=3"], "evaluation.top_k = 3:", "remove it"),
         (

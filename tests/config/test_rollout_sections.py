@@ -19,6 +19,7 @@ from megatron_gspo.config import SamplingParams
         {"top_p": 0.0},
         {"top_p": 1.1},
         {"top_k": -1},
+        {"min_p": 1.0},
     ],
     ids=str,
 )

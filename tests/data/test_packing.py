@@ -416,3 +416,39 @@ def test_columns_of_a_teacher_are_packed_as_those_of_one_number():
     assert torch.equal(packed.teacher_top_ids[trained], torch.from_numpy(expected))
     shard = context_parallel_shard(packed, 1, 2)
     assert torch.equal(shard.teacher_top_log_probs[:, 0], shard.advantages)
+
+
+def test_the_ids_that_could_be_drawn_are_packed_with_their_token():
+    """The i-th of a token's ids is 10 * token + i; also in a shard of context parallelism."""
+    samples = [make_sample(3, 5, seed=4, mask=[True, False, True, True, True]), *two_samples()]
+    for number, sample in enumerate(samples):
+        lengths = 1 + (np.arange(sample.response_length) + number) % 3
+        sample.support_lengths = lengths.astype(np.int32)
+        ids = [
+            10 * token + np.arange(n) for token, n in zip(sample.response_ids, lengths, strict=True)
+        ]
+        sample.support_ids = np.concatenate(ids).astype(np.int32)
+    batch = TrainingBatch.of(samples).select([2, 0, 1]).select([1, 2, 0])
+    packed = pack_responses(
+        batch,
+        [0, 2],
+        num_sequences=2,
+        num_tokens=6,
+        sequence_multiple=4,
+        total_multiple=4,
+        optional=(),
+        routes=None,
+    )
+    assert packed.support.dtype == torch.int32 and packed.support.shape[1] == 3
+    expected = [
+        [10 * token + i for i in range(n)]
+        for sample in (samples[0], samples[2])
+        for token, n in zip(sample.response_ids.tolist(), sample.support_lengths, strict=True)
+    ]
+    labels = packed.labels[packed.response_mask].tolist()
+    found = [[i for i in row if i >= 0] for row in packed.support[packed.response_mask].tolist()]
+    assert found == expected and [row[0] // 10 for row in found] == labels
+    assert (packed.support[~packed.response_mask] == -1).all()
+    shard = context_parallel_shard(packed, 1, 2)
+    first = shard.support[shard.response_mask][:, 0]
+    assert torch.equal(first // 10, shard.labels[shard.response_mask].int())

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_gspo.algorithms import Distillation, Objective, preset
+from megatron_gspo.algorithms import Distillation, Objective, ScoreCentering, preset
 from megatron_gspo.config import LoRAConfig
 from megatron_gspo.data.sample import Sample
 from tests.algorithms.reference import TAPERED
@@ -28,7 +28,8 @@ class Scenario:
     ``spread``: how far, in nats, the old log-probs are from the current ones: by sequence and again
     by token. ``replay``: the samples carry random routes, which every pass uses. ``branches``: some
     samples are several rows, as an agent's run is. ``distillation``: from a teacher with
-    ``teacher_columns``.
+    ``teacher_columns``. ``score_centering``: of a rollout engine with ``rollout_columns``.
+    ``truncated``: the samples have the ids that could be drawn.
     """
 
     objective: Objective
@@ -38,6 +39,8 @@ class Scenario:
     replay: bool = False
     branches: bool = False
     distillation: Distillation | None = None
+    score_centering: ScoreCentering | None = None
+    truncated: bool = False
 
 
 # With these every metric takes a value that is neither 0 nor 1 (see test_truth.py): one sequence
@@ -99,12 +102,28 @@ OTHERS = {
     "minirl": Scenario(preset("minirl", max_weight=1.2), 0.2, per_token=True),
     "ppo": Scenario(preset("ppo"), 0.2, per_token=True),
     "a surrogate of one's own": Scenario(TAPERED, 0.2, per_token=True),
-    "distilled": Scenario(
+    "centred, replayed": Scenario(
+        preset("grpo"),
+        0.2,
+        per_token=True,
+        temperature=0.8,
+        replay=True,
+        score_centering=ScoreCentering(bounds=(0.1, 4.0), kept=(0.03, 50.0)),
+    ),
+    "over a support": Scenario(
+        preset("grpo", kl_loss_coef=0.1, entropy_coef=0.01),
+        0.2,
+        per_token=True,
+        temperature=0.8,
+        truncated=True,
+    ),
+    "distilled, centred": Scenario(
         preset("gspo_token", epsilon_low=0.02, epsilon_high=0.03, entropy_coef=0.01),
         0.05,
         per_token=True,
         temperature=0.8,
         distillation=Distillation(coef=0.7, forward_weight=0.4),
+        score_centering=ScoreCentering(),
     ),
 }
 ALL = SCENARIOS | REPLAYED | BRANCHED | OTHERS
@@ -255,6 +274,19 @@ def with_branches(samples: list[Sample], seed: int) -> list[Sample]:
     return cut_samples
 
 
+def with_supports(samples: list[Sample], vocab_size: int, seed: int) -> list[Sample]:
+    """One to six ids that could be drawn at each response token, the token among them."""
+    g = np.random.default_rng(seed)
+    for sample in samples:
+        supports = []
+        for token in sample.response_ids:
+            others = g.permutation(vocab_size)[: g.integers(0, 6)]
+            supports.append(g.permutation(np.union1d(others, [token])))
+        sample.support_lengths = np.array([len(ids) for ids in supports], dtype=np.int32)
+        sample.support_ids = np.concatenate(supports).astype(np.int32)
+    return samples
+
+
 def with_old_log_probs(
     samples: list[Sample],
     log_probs: list[np.ndarray],
@@ -292,6 +324,18 @@ def teacher_columns(
         "teacher_top_ids": ids.astype(np.int32),
         "teacher_top_log_probs": np.log(shares).astype(np.float32),
     }
+
+
+def rollout_columns(
+    samples: list[Sample], vocab_size: int, *, count: int = 4, seed: int = 8
+) -> dict[str, np.ndarray]:
+    """Columns of a batch of the samples, for score centering: distributions as those of a teacher,
+    and advantages."""
+    g = np.random.default_rng(seed)
+    of_teacher = teacher_columns(samples, vocab_size, count=count, seed=seed)
+    advantages = g.normal(size=len(of_teacher["teacher_top_ids"]))
+    renamed = {name.replace("teacher", "rollout"): of_teacher[name] for name in of_teacher}
+    return renamed | {"centering_advantages": advantages.astype(np.float32)}
 
 
 def max_difference(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:

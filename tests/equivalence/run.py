@@ -171,7 +171,7 @@ def compare_gradients(
     """Loss, log-probs, metrics and every gradient of the mini-batch."""
     where = f"{name}, {cut}"
     result = run_pass(
-        policy, ALL[name], (CUTS | OTHER_CUTS)[cut], expected.samples, expected.teacher
+        policy, ALL[name], (CUTS | OTHER_CUTS)[cut], expected.samples, expected.columns
     )
     trained = expected.batch.log_probs * (expected.batch.loss_mask > 0)
     errors.add("log-prob", _distance(result.log_probs, trained), where)
@@ -194,15 +194,15 @@ def run_pass(
     scenario: Scenario,
     batching: TrainingConfig,
     samples: list[Sample],
-    teacher: Mapping[str, np.ndarray] = MappingProxyType({}),
+    columns: Mapping[str, np.ndarray] = MappingProxyType({}),
 ) -> Pass:
-    """Forward and backward of a mini-batch. teacher: further columns of it."""
+    """Forward and backward of a mini-batch. columns: further ones of it."""
     options = ReplayOptions(route_shape(policy), replay=True) if scenario.replay else None
     samples = held_by(policy, samples) if scenario.replay else samples
     batch = TrainingBatch.of(samples)
-    for name, values in teacher.items():
+    for name, values in columns.items():
         batch = batch.with_column(name, values)
-    optional = [*_carried(samples), *teacher]
+    optional = [*_carried(samples), *columns]
     batches = pack_mini_batch(policy, batch, batching, optional=optional, routing=options)
     routing = mini_batch_routes(policy, batches, options)
     outputs = forward_backward(
@@ -212,6 +212,7 @@ def run_pass(
         temperature=scenario.temperature,
         routing=routing,
         distillation=scenario.distillation,
+        score_centering=scenario.score_centering,
     )
     log_probs = values_of(
         [output["log_probs"] for output in outputs], batches, samples, policy.groups

@@ -104,9 +104,12 @@ def test_other_objectives_in_every_cut(models, arrangement):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("arrangement", FAMILIES["moonlight"], ids=lambda a: a.name)
-def test_distillation(models, arrangement):
-    """A third of the layouts, beside those of the other objectives."""
-    check(models("moe"), special(arrangement, ("distilled", "packed"), ("distilled", "one by one")))
+def test_top_ids(models, arrangement):
+    """Of a teacher and of the rollout engine. A third of the layouts, beside those of the other objectives."""
+    check(
+        models("moe"),
+        special(arrangement, ("distilled, centred", "packed"), ("centred, replayed", "one by one")),
+    )
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ once and kept in files.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -23,9 +23,11 @@ from tests.equivalence.cases import (
     TRAINING,
     Scenario,
     make_samples,
+    rollout_columns,
     teacher_columns,
     with_branches,
     with_old_log_probs,
+    with_supports,
 )
 from tests.support.transformers_reference import (
     Routers,
@@ -39,6 +41,7 @@ from tests.support.transformers_reference import (
     naive_metrics,
     naive_training,
     observe_routers,
+    response_centering,
     response_divergence,
     score,
     without_gradient,
@@ -52,14 +55,15 @@ MEAN_ADVANTAGE = 0.3  # the loss of advantages around 0 is a small difference of
 class Expected:
     """One scenario: its samples, and what comes of them.
 
-    ``batch``: all response tokens with log-probs and entropy. ``teacher``: columns of the samples.
+    ``batch``: all response tokens with log-probs and entropy. ``columns``: further ones of the
+    samples.
     """
 
     samples: list[Sample]
     metrics: dict[str, float]
     gradients: dict[str, Tensor]
     batch: loops.Batch
-    teacher: dict[str, np.ndarray] = field(default_factory=dict)
+    columns: dict[str, np.ndarray] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -101,6 +105,8 @@ def unscored_samples(
     )
     if scenario.branches:
         samples = with_branches(samples, seed)
+    if scenario.truncated:
+        samples = with_supports(samples, model.config.vocab_size, seed)
     if scenario.replay:
         give_random_routes(model, samples, seed)
     return samples
@@ -124,10 +130,15 @@ def expect(
     scored = score(model, samples, scenario.temperature)
     samples = with_old_log_probs(samples, values_of(scored), scenario.spread, SEED + 1, outlier=3)
     batch = joined(samples, scored)
-    teacher: dict[str, np.ndarray] = {}
+    columns: dict[str, np.ndarray] = {}
     if scenario.distillation is not None:
-        teacher = teacher_columns(samples, model.config.vocab_size)
-        batch = replace(batch, divergence=divergence_of(model, samples, scenario, teacher))
+        columns |= teacher_columns(samples, model.config.vocab_size)
+        batch = replace(batch, divergence=divergence_of(model, samples, scenario, columns))
+    if scenario.score_centering is not None:
+        columns |= rollout_columns(samples, model.config.vocab_size)
+        advantages = torch.from_numpy(columns["centering_advantages"]).double()
+        of_position = centering_of(model, samples, scenario, columns)
+        batch = replace(batch, centering=of_position, centering_advantages=advantages)
     loops.naive_loss(scenario.objective, batch, batch.log_probs, batch.entropy).backward()
     gradients = {name: gradient.clone() for name, gradient in gradients_of(model).items()}
     return Expected(
@@ -135,7 +146,7 @@ def expect(
         naive_metrics(scenario.objective, batch),
         gradients,
         without_gradient(batch),
-        teacher,
+        columns,
     )
 
 
@@ -143,20 +154,46 @@ def divergence_of(
     model: torch.nn.Module,
     samples: list[Sample],
     scenario: Scenario,
-    teacher: dict[str, np.ndarray],
+    columns: dict[str, np.ndarray],
 ) -> Tensor:
     """Of all response tokens, end to end, with its gradient."""
     assert scenario.distillation is not None
-    ends = np.cumsum([sample.response_length for sample in samples])[:-1]
-    of_samples = [np.split(column, ends) for column in teacher.values()]
     return torch.cat(
         [
             response_divergence(
                 model, sample, scenario.temperature, scenario.distillation, ids, log_probs
             )
-            for sample, ids, log_probs in zip(samples, *of_samples, strict=True)
+            for sample, ids, log_probs in _top_ids(samples, columns, "teacher")
         ]
     )
+
+
+def centering_of(
+    model: torch.nn.Module,
+    samples: list[Sample],
+    scenario: Scenario,
+    columns: dict[str, np.ndarray],
+) -> Tensor:
+    """Of all response tokens, end to end, with its gradient."""
+    assert scenario.score_centering is not None
+    return torch.cat(
+        [
+            response_centering(
+                model, sample, scenario.temperature, scenario.score_centering, ids, log_probs
+            )
+            for sample, ids, log_probs in _top_ids(samples, columns, "rollout")
+        ]
+    )
+
+
+def _top_ids(
+    samples: list[Sample], columns: dict[str, np.ndarray], of: str
+) -> Iterator[tuple[Sample, np.ndarray, np.ndarray]]:
+    """Each sample with its ids and their log-probs."""
+    ends = np.cumsum([sample.response_length for sample in samples])[:-1]
+    ids = np.split(columns[f"{of}_top_ids"], ends)
+    log_probs = np.split(columns[f"{of}_top_log_probs"], ends)
+    return zip(samples, ids, log_probs, strict=True)
 
 
 def find_truth(path: str, names: Sequence[str] = tuple(SCENARIOS)) -> Truth:

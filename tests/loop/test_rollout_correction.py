@@ -78,6 +78,43 @@ def test_excluded_tokens_may_stay_in_the_denominators():
     assert metrics["rollout_rs/tokens"] == 0.25 and metrics["rollout_rs/sequences"] == 0
 
 
+@pytest.mark.parametrize(
+    ("settings", "advantages", "centred"),
+    [
+        ({}, [-2, -2], [-2, -2]),
+        ({"rollout_is": "token"}, [-4, -0.5], [-2, -2]),
+        ({"rollout_correction_preset": "icepop"}, [-6, 0], [-2, -2]),
+        ({"rollout_is": "geometric"}, [-2 * 0.75**0.5] * 2, [-2 * 0.75**0.5] * 2),
+    ],
+)
+def test_centering_has_the_advantages_before_weights_by_token(settings, advantages, centred):
+    """Of the first sample. The engine's two most likely ids have 5/8 and 1/8."""
+    samples = two_samples()
+    for sample in samples:
+        shape = (sample.response_length, 2)
+        sample.rollout_top_ids = np.zeros(shape, np.int32)
+        shares = np.full(shape, [0.625, 0.125])
+        sample.rollout_top_log_probs = np.log(shares).astype(np.float32)
+    algorithm = AlgorithmConfig.preset("grpo", score_centering=2, **settings)
+    batch, metrics = correct_mismatch(TrainingBatch.of(samples), algorithm)
+    for name, expected in (("advantages", advantages), ("centering_advantages", centred)):
+        column = batch.responses.of_sample(name, 0)
+        assert column.dtype == np.float32
+        np.testing.assert_allclose(column[:2], expected, rtol=1e-6)
+    assert metrics["score_centering/top_k_mass"] == pytest.approx(0.75)
+
+
+def test_centering_without_the_engines_ids_is_refused():
+    algorithm = AlgorithmConfig.preset("grpo", score_centering=2)
+    with pytest.raises(ConfigError, match="score_centering = 2: the engine gives no log-probs of"):
+        corrected(two_samples(), algorithm)
+    samples = two_samples()
+    samples[0].rollout_top_ids = np.zeros((3, 2), np.int32)
+    samples[0].rollout_top_log_probs = np.full((3, 2), -1, np.float32)
+    with pytest.raises(ValueError, match="rollout_top_ids is missing from 1 of 2 samples"):
+        TrainingBatch.of(samples)
+
+
 def test_nothing_left_has_no_weights():
     algorithm = AlgorithmConfig.preset(
         rollout_rs="token", rollout_rs_threshold=1.0, rollout_is="token"

@@ -30,6 +30,9 @@ COPIED = (
     "response_mask",
     "teacher_top_ids",
     "teacher_top_log_probs",
+    "rollout_top_ids",
+    "rollout_top_log_probs",
+    "centering_advantages",
 )
 
 
@@ -62,6 +65,9 @@ def batch(number: int = 0) -> PackedBatch:
         micro_batch=number,
         teacher_top_ids=torch.zeros(shape, dtype=torch.int32),
         teacher_top_log_probs=torch.zeros(shape),
+        rollout_top_ids=torch.zeros(shape, dtype=torch.int32),
+        rollout_top_log_probs=torch.zeros(shape),
+        centering_advantages=torch.zeros(shape[0]),
     )
 
 

@@ -49,6 +49,20 @@ def test_what_is_promised_is_accepted():
     check_samples(empty, PROMPTS, SAMPLING, vocab_size=8)
 
 
+def support(*of_tokens: list[int]) -> dict[str, np.ndarray]:
+    return {
+        "support_lengths": np.array([len(ids) for ids in of_tokens], dtype=np.int32),
+        "support_ids": np.concatenate(of_tokens).astype(np.int32),
+    }
+
+
+def top_ids(*, rows: int = 3, largest: int = 7, log_prob: float = -1.0) -> dict[str, np.ndarray]:
+    return {
+        "rollout_top_ids": np.full((rows, 2), largest, dtype=np.int32),
+        "rollout_top_log_probs": np.full((rows, 2), log_prob, dtype=np.float32),
+    }
+
+
 @pytest.mark.parametrize(
     "samples, problem",
     [
@@ -72,6 +86,11 @@ def test_what_is_promised_is_accepted():
             changed(rollout_log_probs=np.full(3, np.nan, dtype=np.float32)),
             "rollout_log_probs has 3 non-finite",
         ),
+        (changed(**support([6, 7], [7], [2])), "lacks a token of"),
+        (changed(**support([6, 8], [7], [1])), "support_ids has the id 8; the model's vocabulary"),
+        (changed(**top_ids(rows=2)), "sample 9/0: rollout_top_ids has shape"),
+        (changed(**top_ids(largest=8)), "rollout_top_ids has the id 8; the model's vocabulary"),
+        (changed(**top_ids(log_prob=0.5)), "rollout_top_log_probs has 0.5; a log-probability is"),
     ],
 )
 def test_what_is_refused(samples, problem):

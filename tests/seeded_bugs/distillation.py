@@ -41,8 +41,8 @@ DISTILLATION = (
     SeededBug(
         name="the teacher's ids of the token before",
         file="megatron_gspo/mcore/forward_step.py",
-        before="torch.cat((labels[:, None], batch.teacher_top_ids), dim=1)",
-        after="torch.cat((labels[:, None], batch.teacher_top_ids.roll(1, 0)), dim=1)",
+        before="further = [*top_ids]",
+        after="further = [ids.roll(1, 0) for ids in top_ids]",
         test=(
             "tests/equivalence/test_layouts.py"
             "::test_other_objectives_and_cuts[tp1-pp1-cp1-dp1-ep1-etp1]"

@@ -6,6 +6,33 @@ from tests.seeded_bugs.seeded_bug import SeededBug
 
 OBJECTIVE = (
     SeededBug(
+        name="score centering: the tail has the policy's own mass",
+        file="megatron_gspo/algorithms/score_centering.py",
+        before="rho = rest_of_q / rest_of_p",
+        after="rho = torch.ones_like(rest_of_p)",
+        test=(
+            "tests/algorithms/test_score_centering.py"
+            "::test_the_expected_gradient_is_the_covariance_alone"
+        ),
+    ),
+    SeededBug(
+        name="score centering: the coefficients have a gradient",
+        file="megatron_gspo/algorithms/score_centering.py",
+        before="with torch.no_grad():\n        p = log_probs.exp()",
+        after="with torch.enable_grad():\n        p = log_probs.exp()",
+        test="tests/algorithms/test_score_centering.py::test_value_and_gradient_against_a_loop",
+    ),
+    SeededBug(
+        name="score centering: the draw takes the place of the last of vLLM's ids",
+        file="megatron_gspo/rollout/vllm/vllm_api.py",
+        before="return context.top_count + 1 if context.top_count else 0",
+        after="return context.top_count",
+        test=(
+            "tests/rollout/vllm/test_vllm_api.py"
+            "::test_log_probs_are_requested_where_they_are_over_the_whole_vocabulary"
+        ),
+    ),
+    SeededBug(
         name="sequence ratio from one context rank's tokens",
         file="megatron_gspo/algorithms/ratio_levels.py",
         before="mean_log_ratio = total / lengths.clamp_min(1)",

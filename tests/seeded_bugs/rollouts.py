@@ -6,6 +6,16 @@ from tests.seeded_bugs.seeded_bug import SeededBug
 
 ROLLOUTS = (
     SeededBug(
+        name="the ids that could be drawn begin with one of the token before",
+        file="megatron_gspo/data/packing.py",
+        before="support[is_present] = ids[ranges(starts, lengths)]",
+        after="support[is_present] = np.roll(ids[ranges(starts, lengths)], 1)",
+        test=(
+            "tests/data/test_packing.py"
+            "::test_the_ids_that_could_be_drawn_are_packed_with_their_token"
+        ),
+    ),
+    SeededBug(
         name="observations of an episode are trained on",
         file="megatron_gspo/agents/session_tree.py",
         before="loss_mask = np.zeros(response_length, dtype=bool)",

@@ -46,6 +46,8 @@ def random_sample(rng: np.random.Generator, i: int) -> Sample:
     if row_lengths is not None:
         loss_mask[starts - prompt] = False
     versions = maybe(rng.integers(0, 9, response).astype(np.int32))
+    top_ids = maybe(rng.integers(0, 200_000, (response, k)).astype(np.int32))
+    support_lengths = maybe(rng.integers(1, 4, response).astype(np.int32))
     routes = maybe(rng.integers(0, np.iinfo(kind).max + 1, (positions, layers, k)).astype(kind))
     return Sample(
         prompt_index=int(rng.integers(0, 2**40)),
@@ -65,6 +67,14 @@ def random_sample(rng: np.random.Generator, i: int) -> Sample:
         missing_routes=None if routes is None else maybe(rng.random(positions) < 0.5),
         token_versions=versions,
         row_lengths=row_lengths,
+        support_lengths=support_lengths,
+        support_ids=(
+            None
+            if support_lengths is None
+            else rng.integers(0, 200_000, support_lengths.sum()).astype(np.int32)
+        ),
+        rollout_top_ids=top_ids,
+        rollout_top_log_probs=None if top_ids is None else -rng.random((response, k), np.float32),
         metadata=maybe({"turns": [{"start": 0, "end": 1, "reward": 0.5}], "name": "é"}) or {},
     )
 

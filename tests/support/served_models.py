@@ -15,6 +15,7 @@ def served_model(
     stop_ids: tuple[int, ...] = (1,),
     vocab_size: int = 96,
     max_length: int = 64,
+    top_log_probs: int = 0,
 ) -> ServedModel:
     """Routes are returned if there are MoE layers. The other sizes do not matter to a client."""
     shape = ModelShape(
@@ -34,4 +35,4 @@ def served_model(
         num_experts=num_experts,
         experts_per_token=k,
     )
-    return ServedModel(shape, stop_ids, return_routes=bool(moe_layers))
+    return ServedModel(shape, stop_ids, return_routes=bool(moe_layers), top_log_probs=top_log_probs)

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForCausalLM
 
-from megatron_gspo.algorithms import Distillation, Objective
+from megatron_gspo.algorithms import Distillation, Objective, ScoreCentering
 from megatron_gspo.config import OptimizerConfig
 from megatron_gspo.data.sample import Sample
 from megatron_gspo.rollout.embedded.perturbed_routers import PerturbedRouters
@@ -72,8 +72,8 @@ def load_reference(path: str) -> torch.nn.Module:
 def response_log_probs(
     model: torch.nn.Module, sample: Sample, temperature: float = 1.0
 ) -> tuple[Tensor, Tensor]:
-    """Log-probs and entropies of the response tokens, float64 ``[R]``; 0 for the first token of a
-    later row, which nothing predicts."""
+    """Log-probs, over the support if the sample has one, and entropies of the response tokens,
+    float64 ``[R]``; 0 for the first token of a later row, which nothing predicts."""
     if sample.row_lengths is not None:
         return _log_probs_of_rows(model, sample, temperature)
     tokens = torch.from_numpy(sample.tokens)[None]
@@ -84,7 +84,13 @@ def response_log_probs(
         )
     log_softmax = torch.log_softmax(logits, dim=-1)
     entropy = -(log_softmax.exp() * log_softmax).sum(-1)
-    return log_softmax.gather(1, tokens[0, sample.prompt_length :, None])[:, 0], entropy
+    log_probs = log_softmax.gather(1, tokens[0, sample.prompt_length :, None])[:, 0]
+    if sample.support_ids is not None:
+        ends = np.cumsum(sample.support_lengths)[:-1]
+        supports = np.split(sample.support_ids, ends)
+        masses = [row[ids].exp().sum() for row, ids in zip(log_softmax, supports, strict=True)]
+        log_probs = log_probs - torch.stack(masses).log()
+    return log_probs, entropy
 
 
 def _log_probs_of_rows(
@@ -140,6 +146,46 @@ def response_divergence(
             total = total + share * (t * (log_t - row[token]) - t + p)
         values.append(distillation.coef * total)
     return torch.stack(values)
+
+
+def response_centering(
+    model: torch.nn.Module,
+    sample: Sample,
+    temperature: float,
+    weighing: ScoreCentering,
+    top_ids: np.ndarray,
+    top_log_probs: np.ndarray,
+) -> Tensor:
+    """The centering of each response token, float64 ``[R]``, over the ids of the last two arguments
+    ``[R, K]``: a loop."""
+    tokens = torch.from_numpy(sample.tokens)[None]
+    with replayed(model, sample.routed_experts, sample.missing_routes):
+        logits = model(input_ids=tokens, use_cache=False).logits[0, sample.prompt_length - 1 : -1]
+    values = []
+    for row, ids, log_q in zip(
+        torch.log_softmax(logits / temperature, dim=-1),
+        top_ids.tolist(),
+        top_log_probs.tolist(),
+        strict=True,
+    ):
+        p = [math.exp(float(row.detach()[token])) for token in ids]
+        q = [math.exp(value) for value in log_q]
+        rho = (1 - sum(q)) / (1 - sum(p))
+        alpha = rho * _weight(weighing, 1 / rho)
+        total = torch.zeros((), dtype=torch.float64)
+        for k, token in enumerate(ids):
+            total = total + (q[k] * _weight(weighing, p[k] / q[k]) - alpha * p[k]) * row[token]
+        values.append(total)
+    return torch.stack(values)
+
+
+def _weight(weighing: ScoreCentering, ratio: float) -> float:
+    value = 1.0
+    if weighing.bounds is not None:
+        value = min(max(ratio, weighing.bounds[0]), weighing.bounds[1])
+    if weighing.kept is not None and not weighing.kept[0] <= ratio <= weighing.kept[1]:
+        value = 0.0
+    return value
 
 
 def whole_batch(
@@ -309,6 +355,7 @@ def without_gradient(batch: loops.Batch) -> loops.Batch:
         log_probs=batch.log_probs.detach(),
         entropy=batch.entropy.detach(),
         divergence=None if batch.divergence is None else batch.divergence.detach(),
+        centering=None if batch.centering is None else batch.centering.detach(),
     )
 
 
@@ -332,7 +379,7 @@ def naive_metrics(objective: Objective, batch: loops.Batch) -> dict[str, float]:
         key: getattr(objective, key) for key in ("kl_loss_coef", "entropy_coef", "log_ratio_coef")
     }
 
-    alone = replace(batch, divergence=None)
+    alone = replace(batch, divergence=None, centering=None)
 
     def loss(batch: loops.Batch = alone, **coefficients: float) -> float:
         chosen = replace(objective, **{**dict.fromkeys(terms, 0.0), **coefficients})
@@ -340,7 +387,9 @@ def naive_metrics(objective: Objective, batch: loops.Batch) -> dict[str, float]:
 
     metrics = {"loss": loss(batch, **terms), "loss/policy": loss()}
     if batch.divergence is not None:
-        metrics["loss/distillation"] = loss(batch) - loss()
+        metrics["loss/distillation"] = loss(replace(batch, centering=None)) - loss()
+    if batch.centering is not None:
+        metrics["loss/score_centering"] = loss(replace(batch, divergence=None)) - loss()
     names = {
         "kl_loss_coef": "loss/kl",
         "entropy_coef": "loss/entropy",

@@ -45,6 +45,16 @@ class Responses:
     stopped: np.ndarray
     """[B] bool: whether an end token ended it, which is then the last one."""
 
+    top_ids: np.ndarray
+    """[B, R, K] int32, the most likely ids at each token, valid up to `lengths`."""
+
+    top_log_probs: np.ndarray
+    """[B, R, K] float32, of these."""
+
+    supports: list[tuple[np.ndarray, np.ndarray]] | None = None
+    """`Sample.support_lengths` and `support_ids` of each response, with
+    `SamplingParams.max_support`."""
+
     routes: list[np.ndarray] | None = None
     """Expert ids of each response, [P + length - 1, layers, k]."""
 
@@ -77,10 +87,13 @@ def decode(
     stop_ids: Tensor,
     recorder: RouteRecorder | None = None,
     routers: PerturbedRouters | None = None,
+    *,
+    top_count: int = 0,
 ) -> Responses:
     """Generate one response per row.
 
     Args:
+        top_count: K, most likely ids per token whose log-probs are returned.
         stop_ids: [E] int64 on the model's device.
         recorder: on the model's hooks, to return routes; else None.
         routers: of the model, where they are perturbed.
@@ -96,13 +109,21 @@ def decode(
     draws = None if uniforms is None else torch.from_numpy(uniforms).to(device).t().contiguous()
     tokens = torch.full((limit, batch), -1, dtype=torch.int64, device=device)
     log_probs = torch.zeros(limit, batch, device=device)
+    top_ids = torch.zeros(limit, batch, top_count, dtype=torch.int32, device=device)
+    top_log_probs = torch.zeros(limit, batch, top_count, device=device)
+    supports: list[tuple[Tensor, Tensor]] = []  # by token: the rows, and the ids of each
     live = torch.arange(batch, device=device)  # which row of the output each row of the batch is
     finished = torch.zeros(batch, dtype=torch.bool, device=device)
     for t in range(limit):
         draw = None if draws is None else draws[t].index_select(0, live)
-        chosen, scores = choose_tokens(logits, draw, sampling)
+        choice = choose_tokens(logits, draw, sampling, top_count=top_count)
+        chosen = choice.tokens
         tokens[t].index_copy_(0, live, chosen)
-        log_probs[t].index_copy_(0, live, scores)
+        log_probs[t].index_copy_(0, live, choice.log_probs)
+        top_ids[t].index_copy_(0, live, choice.top_ids.int())
+        top_log_probs[t].index_copy_(0, live, choice.top_log_probs)
+        if choice.support is not None:
+            supports.append((live, choice.support.int()))
         finished |= torch.isin(chosen, stop_ids)
         done = int(finished.sum())
         if done == len(live) or t + 1 == limit:
@@ -116,7 +137,11 @@ def decode(
         logits = state.step(model, chosen)
         if routes is not None:
             routes.add(live)
-    responses = _collect(tokens.t(), log_probs.t(), stop_ids)
+    responses = _collect(
+        tokens.t(), log_probs.t(), top_ids.transpose(0, 1), top_log_probs.transpose(0, 1), stop_ids
+    )
+    if supports:
+        responses.supports = _of_rows(supports, responses.lengths)
     if routes is not None:
         responses.routes = routes.of_rows(responses.lengths.tolist())
     return responses
@@ -248,11 +273,42 @@ def left_pad(prompts: list[np.ndarray]) -> tuple[Tensor, Tensor]:
     return torch.from_numpy(ids), torch.from_numpy(mask)
 
 
-def _collect(tokens: Tensor, log_probs: Tensor, stop_ids: Tensor) -> Responses:
+def _collect(
+    tokens: Tensor, log_probs: Tensor, top_ids: Tensor, top_log_probs: Tensor, stop_ids: Tensor
+) -> Responses:
     """Cut every row after its first end token: finished rows are decoded until they are dropped."""
     ends = torch.isin(tokens, stop_ids)
     stopped = ends.any(-1)
     lengths = torch.where(stopped, ends.int().argmax(-1) + 1, tokens.shape[1])
     return Responses(
-        tokens.cpu().numpy(), log_probs.cpu().numpy(), lengths.cpu().numpy(), stopped.cpu().numpy()
+        tokens=tokens.cpu().numpy(),
+        log_probs=log_probs.cpu().numpy(),
+        lengths=lengths.cpu().numpy(),
+        stopped=stopped.cpu().numpy(),
+        top_ids=top_ids.cpu().numpy(),
+        top_log_probs=top_log_probs.cpu().numpy(),
     )
+
+
+def _of_rows(
+    supports: list[tuple[Tensor, Tensor]], lengths: np.ndarray
+) -> list[tuple[np.ndarray, np.ndarray]]:
+    """(support_lengths, support_ids) of each row from those of each token: (rows [b], ids [b, W] with
+    -1 after a row's).
+
+    lengths: [B] of the responses, whose rows may have been decoded further.
+    """
+    widest = max(ids.shape[1] for _, ids in supports)
+    rows = torch.cat([live for live, _ in supports]).cpu().numpy()
+    times = np.repeat(np.arange(len(supports)), [len(live) for live, _ in supports])
+    ids = torch.cat(
+        [torch.nn.functional.pad(i, (0, widest - i.shape[1]), value=-1) for _, i in supports]
+    )
+    is_valid = times < lengths[rows]
+    by_row = np.argsort(rows[is_valid], kind="stable")
+    padded = ids.cpu().numpy()[is_valid][by_row]
+    counts = (padded >= 0).sum(1).astype(np.int32)
+    of_rows = np.split(counts, np.cumsum(lengths)[:-1])
+    ends = np.cumsum([int(row.sum()) for row in of_rows])
+    flat = padded[padded >= 0].astype(np.int32)
+    return list(zip(of_rows, np.split(flat, ends[:-1]), strict=True))

@@ -52,6 +52,7 @@ class EmbeddedEngine:
         device: str | torch.device = "cpu",
         max_batch: int = 256,
         return_routed_experts: bool = False,
+        top_log_probs: int = 0,
     ) -> None:
         """Build the model.
 
@@ -63,6 +64,7 @@ class EmbeddedEngine:
         keep_special_tokens: whether `Sample.text` has them; see `ResponseDecoder`.
         max_batch: sequences decoded at once.
         return_routed_experts: set `Sample.routed_experts`; for models with MoE layers.
+        top_log_probs: ids of `Sample.rollout_top_ids` per token; 0: none.
 
         Raises ValueError (one line) for a missing folder, another attention, no end token, or
         routed experts of a dense model.
@@ -81,6 +83,7 @@ class EmbeddedEngine:
             self.decoder = ResponseDecoder(
                 tokenizer, self.eos_token_ids, keep_special_tokens=keep_special_tokens
             )
+        self._top_count = top_log_probs
         self._recorder = RouteRecorder(self.model) if return_routed_experts else None
         self._routers: PerturbedRouters | None = None
         self._perturbation: Perturbation | None = None
@@ -194,7 +197,15 @@ class EmbeddedEngine:
             sample_index=sample_index,
             uniforms=uniforms,
         )
-        responses = decode(self.model, requests, sampling, stop_ids, self._recorder, self._routers)
+        responses = decode(
+            self.model,
+            requests,
+            sampling,
+            stop_ids,
+            self._recorder,
+            self._routers,
+            top_count=self._top_count,
+        )
         return self._samples(prompts, sample_index, responses)
 
     def _samples(
@@ -212,6 +223,13 @@ class EmbeddedEngine:
             if not np.isfinite(log_probs).all():
                 where = f"prompt {prompt.index}, weight version {self.weight_version}"
                 raise EngineError(f"{where}: the log-probs are not finite; check the weights")
+            top_ids = top_log_probs = None
+            if self._top_count:
+                top_ids = responses.top_ids[i, :length].copy()
+                top_log_probs = responses.top_log_probs[i, :length].copy()
+            support_lengths = support_ids = None
+            if responses.supports is not None:
+                support_lengths, support_ids = responses.supports[i]
             samples.append(
                 Sample(
                     prompt_index=prompt.index,
@@ -220,6 +238,10 @@ class EmbeddedEngine:
                     prompt_length=len(prompt.token_ids),
                     loss_mask=np.ones(length, dtype=bool),
                     rollout_log_probs=log_probs,
+                    rollout_top_ids=top_ids,
+                    rollout_top_log_probs=top_log_probs,
+                    support_lengths=support_lengths,
+                    support_ids=support_ids,
                     finish_reason="stop" if responses.stopped[i] else "length",
                     text=texts[i],
                     weight_version=self.weight_version,

@@ -4,11 +4,14 @@ batch layout.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 import torch
 from torch import Tensor
 
 from megatron_gspo.config import SamplingParams
+from megatron_gspo.errors import EngineError
 
 _MULTIPLIERS = (np.uint64(0xD2511F53), np.uint64(0xCD9E8D57))
 _KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
@@ -61,46 +64,96 @@ def sequence_uniforms(
     return (bits >> np.uint64(8)).astype(np.float32) * np.float32(2.0**-24)
 
 
-def choose_tokens(
-    logits: Tensor, uniforms: Tensor | None, sampling: SamplingParams
-) -> tuple[Tensor, Tensor]:
-    """The next token of every row and its log-probability.
+class Choice(NamedTuple):
+    """The next token of each of B rows."""
 
-    logits: [B, V] any float dtype; uniforms: [B] float32 in [0, 1) (not read when greedy). Returns
-    tokens [B] int64 and log-probs [B] float32 under softmax(logits / temperature), untruncated. A
-    row with NaN logits gets some token and a NaN log-prob.
+    tokens: Tensor
+    """[B] int64."""
+
+    log_probs: Tensor
+    """[B] float32 under softmax(logits / temperature), untruncated; over the support where it is
+    returned."""
+
+    top_ids: Tensor
+    """[B, K] int64, the most likely ids, descending."""
+
+    top_log_probs: Tensor
+    """[B, K] float32, of these."""
+
+    support: Tensor | None
+    """[B, W] int64, the ids that could be drawn, descending, -1 after a row's; None without
+    `SamplingParams.max_support`."""
+
+
+def choose_tokens(
+    logits: Tensor, uniforms: Tensor | None, sampling: SamplingParams, *, top_count: int = 0
+) -> Choice:
+    """The next token of every row.
+
+    logits: [B, V] any float dtype; uniforms: [B] float32 in [0, 1) (not read when greedy);
+    top_count: K of the result. A row with NaN logits gets some token and a NaN log-prob. Raises
+    EngineError for a support of more than `max_support` ids.
     """
     scores = logits.float()
     if sampling.scoring_temperature != 1.0:
         scores = scores / sampling.scoring_temperature
     total = scores.logsumexp(-1, keepdim=True)
+    support = None
     if sampling.greedy:
         tokens = scores.argmax(-1, keepdim=True)
     else:
         assert uniforms is not None
-        tokens = _inverse_cdf((scores - total).exp_(), uniforms, sampling)
-    return tokens[:, 0], (scores.gather(1, tokens) - total)[:, 0]
+        tokens, support = _inverse_cdf((scores - total).exp_(), uniforms, sampling)
+    top_scores, top_ids = scores.topk(top_count, dim=-1)
+    top_log_probs = top_scores - total
+    if sampling.max_support and support is not None:
+        _check_support(support.shape[1], sampling)
+        of_support = scores.gather(1, support.clamp(min=0))
+        total = of_support.masked_fill(support < 0, -torch.inf).logsumexp(-1, keepdim=True)
+    log_probs = (scores.gather(1, tokens) - total)[:, 0]
+    return Choice(
+        tokens[:, 0], log_probs, top_ids, top_log_probs, support if sampling.max_support else None
+    )
 
 
-def _inverse_cdf(probs: Tensor, uniforms: Tensor, sampling: SamplingParams) -> Tensor:
+def _check_support(width: int, sampling: SamplingParams) -> None:
+    if width > sampling.max_support:
+        raise EngineError(
+            f"rollout.max_support = {sampling.max_support}: {width} ids could be drawn at a token;"
+            " raise it, or lower rollout.top_p or rollout.top_k"
+        )
+
+
+def _inverse_cdf(
+    probs: Tensor, uniforms: Tensor, sampling: SamplingParams
+) -> tuple[Tensor, Tensor | None]:
     """[B, V] probabilities and [B] uniforms -> [B, 1] tokens of the (truncated, renormalised)
-    distribution.
+    distribution, and its ids as `Choice.support`; None where it is not truncated.
 
     The token is the first whose cumulated probability exceeds u * total. In float64, u <= 1 - 2^-24
     keeps that threshold below the total, and a token of probability 0 is never the first to exceed
     anything.
     """
     order = None
-    if sampling.top_k or sampling.top_p < 1:
+    if sampling.truncates:
         probs, order = probs.sort(dim=-1, descending=True, stable=True)
         if sampling.top_k:
             probs = probs[:, : sampling.top_k]
             order = order[:, : sampling.top_k]
     cumulated = probs.cumsum(-1, dtype=torch.float64)
     total = cumulated[:, -1:]
+    kept = torch.full_like(total, probs.shape[1], dtype=torch.int64)
     if sampling.top_p < 1:
-        kept = ((cumulated - probs) < sampling.top_p * total).sum(-1, keepdim=True).clamp_(min=1)
-        total = cumulated.gather(1, kept - 1)
+        in_nucleus = (cumulated - probs) < sampling.top_p * total
+        kept = torch.minimum(kept, in_nucleus.sum(-1, keepdim=True).clamp_(min=1))
+    if sampling.min_p > 0:
+        is_likely = probs >= sampling.min_p * probs[:, :1]
+        kept = torch.minimum(kept, is_likely.sum(-1, keepdim=True).clamp_(min=1))
+    total = cumulated.gather(1, kept - 1)
     threshold = uniforms[:, None].double() * total
     tokens = torch.searchsorted(cumulated, threshold, right=True).clamp_(max=probs.shape[1] - 1)
-    return tokens if order is None else order.gather(1, tokens)
+    if order is None:
+        return tokens, None
+    support = order[:, : int(kept.max())]
+    is_outside = torch.arange(support.shape[1], device=support.device) >= kept
+    return order.gather(1, tokens), support.masked_fill(is_outside, -1)

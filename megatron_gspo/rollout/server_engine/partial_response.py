@@ -86,7 +86,6 @@ class PartialResponse:
             np.array(self.versions, dtype=np.int32), [len(part.tokens) for part in self.parts]
         )
         reason = self.parts[-1].finish_reason
-        log_probs = [part.log_probs for part in self.parts if part.log_probs is not None]
         routes = None
         missing_routes = None
         if model.return_routes:
@@ -100,9 +99,9 @@ class PartialResponse:
             tokens=np.concatenate([self.prompt.token_ids, response]),
             prompt_length=self.prompt.length,
             loss_mask=np.ones(len(response), dtype=bool),
-            rollout_log_probs=(
-                np.concatenate(log_probs) if len(log_probs) == len(self.parts) else None
-            ),
+            rollout_log_probs=_of_all_parts([part.log_probs for part in self.parts]),
+            rollout_top_ids=_of_all_parts([part.top_ids for part in self.parts]),
+            rollout_top_log_probs=_of_all_parts([part.top_log_probs for part in self.parts]),
             finish_reason="length" if reason == "abort" else reason,
             text=decode(response.tolist()),
             weight_version=int(versions.min()),
@@ -110,3 +109,9 @@ class PartialResponse:
             routed_experts=routes,
             missing_routes=missing_routes,
         )
+
+
+def _of_all_parts(arrays: list[np.ndarray | None]) -> np.ndarray | None:
+    """The arrays of the parts, end to end; None where a part has none."""
+    known = [array for array in arrays if array is not None]
+    return np.concatenate(known) if len(known) == len(arrays) else None

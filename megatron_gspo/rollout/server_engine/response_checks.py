@@ -71,6 +71,26 @@ def checked_log_probs(values: Sequence[float], context: RequestContext) -> np.nd
     return log_probs
 
 
+def checked_top(
+    rows: Sequence[Sequence[tuple[float, int]]], count: int, context: RequestContext
+) -> tuple[np.ndarray | None, np.ndarray | None]:
+    """([n, K] int32, [n, K] float32) of (log-prob, id) of the K most likely ids at each of `count`
+    tokens; None where none were requested. Raises `ResponseError`."""
+    wanted = context.top_count
+    if not wanted:
+        return None, None
+    fewest = min(map(len, rows), default=wanted)
+    if len(rows) != count or fewest < wanted:
+        raise ResponseError(
+            f"{context.name}: log-probs of {fewest} ids at {len(rows)} of {count} tokens came back;"
+            f" algorithm.score_centering asks for {wanted}"
+        )
+    entries = [entry for row in rows for entry in row[:wanted]]
+    ids = checked_tokens([token for _, token in entries], context).astype(np.int32)
+    log_probs = checked_log_probs([log_prob for log_prob, _ in entries], context)
+    return ids.reshape(count, wanted), log_probs.reshape(count, wanted)
+
+
 def check_end(tokens: np.ndarray, reason: str, context: RequestContext) -> None:
     """Raise `ResponseError` unless the number of tokens and the last one agree with the finish
     reason.

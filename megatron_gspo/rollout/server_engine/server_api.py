@@ -47,6 +47,9 @@ class ServedModel:
     return_routes: bool = False
     """Whether requests ask for the routed experts."""
 
+    top_log_probs: int = 0
+    """Most likely ids per token whose log-probs requests ask for."""
+
     adapters: str = ""
     """Name of the LoRA adapters that requests ask for; "": the model without any."""
 
@@ -79,6 +82,11 @@ class RequestContext:
     """Whether log-probs are requested."""
 
     @property
+    def top_count(self) -> int:
+        """Most likely ids per token whose log-probs are requested."""
+        return self.model.top_log_probs if self.log_probs else 0
+
+    @property
     def route_rows(self) -> int:
         """Most rows of routes in a response: all input positions from routes_start on."""
         return self.context_length + self.max_new_tokens - 1 - self.routes_start
@@ -103,6 +111,12 @@ class ResponsePart:
 
     cached: int
     """Input tokens that were in the server's prefix cache."""
+
+    top_ids: np.ndarray | None = None
+    """[r, K] int32, the K most likely ids at each token, or None."""
+
+    top_log_probs: np.ndarray | None = None
+    """[r, K] float32, of these, or None."""
 
 
 @dataclass(frozen=True)

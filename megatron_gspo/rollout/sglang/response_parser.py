@@ -22,6 +22,7 @@ from megatron_gspo.rollout.server_engine.response_checks import (
     checked_log_probs,
     checked_reason,
     checked_tokens,
+    checked_top,
     decoded,
     single_version,
 )
@@ -60,6 +61,7 @@ class MetaInfo(msgspec.Struct, frozen=True):
     weight_versions: Any = None
     cached_tokens: Any = None
     output_token_logprobs: list[TokenLogProb] | None = None
+    output_top_logprobs: list[list[TokenLogProb] | None] | None = None
     routed_experts: msgspec.Raw = msgspec.Raw()  # a view of the body
 
 
@@ -99,7 +101,8 @@ def max_response_bytes(context: RequestContext) -> int:
     if context.model.return_routes:
         shape = context.model.shape
         routes = context.route_rows * len(shape.moe_layers) * shape.experts_per_token * 16 // 3
-    return _FIXED_BYTES + context.max_new_tokens * _TOKEN_BYTES + routes
+    ids = 1 + context.top_count
+    return _FIXED_BYTES + context.max_new_tokens * ids * _TOKEN_BYTES + routes
 
 
 def decode_response(body: bytes | bytearray, context: RequestContext) -> GenerateResponse:
@@ -123,7 +126,10 @@ def parse_response(response: GenerateResponse, context: RequestContext) -> Respo
         _routes(meta.routed_experts, len(tokens), context) if context.model.return_routes else None
     )
     cached = cached_tokens(meta.cached_tokens, context)
-    return ResponsePart(tokens, log_probs, reason, routes, cached)
+    rows = meta.output_top_logprobs or []
+    top = [[(entry.log_prob, entry.token) for entry in row or ()] for row in rows]
+    top_ids, top_log_probs = checked_top(top, len(tokens), context)
+    return ResponsePart(tokens, log_probs, reason, routes, cached, top_ids, top_log_probs)
 
 
 def is_empty(response: GenerateResponse, context: RequestContext) -> bool:

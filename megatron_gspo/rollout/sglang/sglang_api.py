@@ -68,6 +68,8 @@ class SGLangAPI(ServerAPI):
             "sampling_seed": seed,
         }
         body = _body(tokens, params, context) | {"return_logprob": True}
+        if context.top_count:
+            body["top_logprobs_num"] = context.top_count
         if context.model.return_routes:
             body |= {
                 "return_routed_experts": True,

@@ -22,6 +22,7 @@ from megatron_gspo.rollout.server_engine.response_checks import (
     checked_log_probs,
     checked_reason,
     checked_tokens,
+    checked_top,
     decoded,
     single_version,
 )
@@ -38,11 +39,20 @@ _MAX_ID_BYTES = 4  # of an expert id in a .npy file
 _FLOOR = -9999.0  # vLLM's stand-in for a log-prob that is NaN or minus infinity
 
 
-class TokenLogProb(msgspec.Struct, gc=False, frozen=True):
-    """The log-prob of a sampled token."""
+class TopLogProb(msgspec.Struct, gc=False, frozen=True):
+    """The log-prob of an id at a token, and how many are at least as likely."""
 
     token_id: TokenId
     logprob: float
+    rank: int | None = None
+
+
+class TokenLogProb(msgspec.Struct, frozen=True):
+    """The log-prob of a sampled token. `top_logprobs` begins with it, whatever its rank."""
+
+    token_id: TokenId
+    logprob: float
+    top_logprobs: list[TopLogProb] = []
 
 
 class LogProbs(msgspec.Struct, frozen=True):
@@ -93,7 +103,8 @@ def max_response_bytes(context: RequestContext) -> int:
         shape = context.model.shape
         ids = context.route_rows * len(shape.moe_layers) * shape.experts_per_token
         routes = ids * _MAX_ID_BYTES * 4 // 3  # base64
-    return _FIXED_BYTES + context.max_new_tokens * _TOKEN_BYTES + routes
+    ids = 1 + context.top_count
+    return _FIXED_BYTES + context.max_new_tokens * ids * _TOKEN_BYTES + routes
 
 
 def decode_response(body: bytes | bytearray, context: RequestContext) -> GenerateResponse:
@@ -154,7 +165,16 @@ def parse_response(response: GenerateResponse, context: RequestContext) -> Respo
     routes = _routes(response, len(tokens), context) if context.model.return_routes else None
     details = usage.get("prompt_tokens_details") if isinstance(usage, dict) else None
     cached = details.get("cached_tokens") if isinstance(details, dict) else None
-    return ResponsePart(tokens, log_probs, reason, routes, cached_tokens(cached, context))
+    top_ids, top_log_probs = checked_top(_top(choice, context), len(tokens), context)
+    return ResponsePart(
+        tokens,
+        log_probs,
+        reason,
+        routes,
+        cached_tokens(cached, context),
+        top_ids,
+        top_log_probs,
+    )
 
 
 def parse_input_log_probs(
@@ -188,13 +208,33 @@ def _log_probs(choice: Choice, context: RequestContext) -> np.ndarray:
     return _finite([row.logprob for row in rows], context)
 
 
+def _top(choice: Choice, context: RequestContext) -> list[list[tuple[float, int]]]:
+    """(log-prob, id) of the most likely ids at each token, by rank. The sampled token is not among
+    them unless its rank is: which ids they are must not depend on the draw."""
+    rows = choice.logprobs.content if choice.logprobs is not None else None
+    ranked = [
+        sorted(
+            (entry.rank, entry.logprob, entry.token_id)
+            for entry in row.top_logprobs
+            if entry.rank is not None and entry.rank <= context.top_count
+        )
+        for row in rows or ()
+    ]
+    _refuse_floor([log_prob for row in ranked for _, log_prob, _ in row], context)
+    return [[(log_prob, token) for _, log_prob, token in row] for row in ranked]
+
+
 def _finite(values: list[float], context: RequestContext) -> np.ndarray:
+    _refuse_floor(values, context)
+    return checked_log_probs(values, context)
+
+
+def _refuse_floor(values: list[float], context: RequestContext) -> None:
     if _FLOOR in values:
         raise ResponseError(
             f"{context.name}: the log-prob {_FLOOR:g} came back, which vLLM sends in place of NaN"
             " and minus infinity"
         )
-    return checked_log_probs(values, context)
 
 
 def _routes(response: GenerateResponse, count: int, context: RequestContext) -> np.ndarray:

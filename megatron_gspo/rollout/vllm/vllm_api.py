@@ -67,7 +67,7 @@ class VLLMAPI(ServerAPI):
             "stop_token_ids": list(context.model.stop_ids),
             "ignore_eos": True,  # the same end tokens on every engine: those above
             "seed": seed,
-            "logprobs": 0 if context.log_probs else None,
+            "logprobs": _requested_log_probs(context),
             "routed_experts_prompt_start": context.routes_start,
         }
         return _request(
@@ -216,6 +216,14 @@ class VLLMAPI(ServerAPI):
     ) -> None:
         """See `WeightEndpoints.receive`."""
         await _call(server, "receive_weights", timeout, args=[json.dumps(list(requests))])
+
+
+def _requested_log_probs(context: RequestContext) -> int | None:
+    """Log-probs per token beside the sampled one's; None without any. One more than is wanted: the
+    sampled token takes the place of the last one if it is not among them."""
+    if not context.log_probs:
+        return None
+    return context.top_count + 1 if context.top_count else 0
 
 
 def _request(tokens: list[int], params: JsonObject, max_bytes: int, adapters: str = "") -> Request:

@@ -59,6 +59,41 @@ def test_log_probs_equal_a_teacher_forced_pass(kind, temperature, top_k):
         )
 
 
+def test_the_most_likely_ids_belong_to_their_tokens():
+    reference, engine = build(top_log_probs=6)
+    samples = engine.generate(prompts(5), SamplingParams(2, 8, temperature=0.7), seed=1)
+    for sample in samples:
+        sample.check()
+        with torch.no_grad():
+            logits = reference(torch.from_numpy(sample.tokens)[None]).logits[0]
+        log_probs = (logits[sample.prompt_length - 1 : -1] / 0.7).log_softmax(-1)
+        expected = log_probs.topk(6).values.numpy()
+        np.testing.assert_allclose(sample.rollout_top_log_probs, expected, atol=1e-5)
+        of_ids = log_probs.numpy()[
+            np.arange(sample.response_length)[:, None], sample.rollout_top_ids
+        ]
+        np.testing.assert_allclose(sample.rollout_top_log_probs, of_ids, atol=1e-5)
+
+
+def test_the_ids_that_could_be_drawn_belong_to_their_tokens():
+    reference, engine = build()
+    sampling = SamplingParams(3, 20, temperature=0.7, top_k=9, min_p=0.3, max_support=9)
+    samples = engine.generate(prompts(9), sampling, seed=1)
+    assert len({s.response_length for s in samples}) > 2
+    for sample in samples:
+        sample.check()
+        with torch.no_grad():
+            logits = reference(torch.from_numpy(sample.tokens)[None]).logits[0]
+        probs = (logits[sample.prompt_length - 1 : -1] / 0.7).softmax(-1).numpy()
+        supports = np.split(sample.support_ids, np.cumsum(sample.support_lengths)[:-1])
+        for token, support in enumerate(supports):
+            of_support = probs[token][support]
+            assert len(support) <= 9 and of_support.argmax() == 0
+            assert of_support.min() > 0.299 * probs[token].max()
+            share = probs[token][sample.response_ids[token]] / of_support.sum()
+            assert sample.rollout_log_probs[token] == pytest.approx(np.log(share), abs=1e-5)
+
+
 def test_samples_are_prompt_major_and_end_where_they_should():
     _, engine = build()
     questions = prompts(6)

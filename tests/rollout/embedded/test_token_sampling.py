@@ -1,10 +1,12 @@
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
 from megatron_gspo.config import SamplingParams
+from megatron_gspo.errors import EngineError
 from megatron_gspo.rollout.embedded.token_sampling import (
     choose_tokens,
     philox_4x32,
@@ -61,8 +63,9 @@ def test_uniforms_are_uniform_and_uncorrelated():
         assert abs((a * b).mean() * 12) < 4 / math.sqrt(a.size)
 
 
-def exact_probs(logits, temperature, top_k, top_p):
-    """A naive double-precision reference: temperature, then top-k, then top-p on what is left."""
+def exact_probs(logits, temperature, top_k, top_p, min_p=0.0):
+    """A naive double-precision reference: temperature, then top-k, then top-p and min-p on what is
+    left."""
     weights = [math.exp(x / temperature) for x in logits]
     probs = [w / sum(weights) for w in weights]
     ranked = sorted(range(len(probs)), key=lambda i: -probs[i])
@@ -71,7 +74,7 @@ def exact_probs(logits, temperature, top_k, top_p):
     nucleus = []
     before = 0.0
     for i in kept:
-        if nucleus and before >= top_p * mass:
+        if nucleus and (before >= top_p * mass or probs[i] < min_p * probs[ranked[0]]):
             break
         nucleus.append(i)
         before += probs[i]
@@ -82,17 +85,24 @@ LOGITS = [0.3, -1.0, 2.0, 0.0, 1.4, -3.0, 0.9, -0.2]
 
 
 @pytest.mark.parametrize(
-    "temperature, top_k, top_p",
-    [(1.0, 0, 1.0), (0.6, 0, 1.0), (2.0, 3, 1.0), (1.0, 0, 0.7), (1.3, 5, 0.8)],
+    "temperature, top_k, top_p, min_p",
+    [
+        (1.0, 0, 1.0, 0.0),
+        (0.6, 0, 1.0, 0.0),
+        (2.0, 3, 1.0, 0.0),
+        (1.0, 0, 0.7, 0.0),
+        (1.3, 5, 0.8, 0.2),
+        (1.0, 0, 1.0, 0.3),
+    ],
 )
-def test_drawn_frequencies_match_the_exact_distribution(temperature, top_k, top_p):
+def test_drawn_frequencies_match_the_exact_distribution(temperature, top_k, top_p, min_p):
     n = 40_000
-    sampling = SamplingParams(1, 1, temperature=temperature, top_k=top_k, top_p=top_p)
+    sampling = SamplingParams(1, 1, temperature, top_p, top_k, min_p)
     draws = torch.from_numpy(
         sequence_uniforms(1, np.arange(n), np.zeros(n, dtype=np.int64), 1)[:, 0]
     )
-    tokens, log_probs = choose_tokens(torch.tensor(LOGITS).expand(n, -1), draws, sampling)
-    expected, untruncated = exact_probs(LOGITS, temperature, top_k, top_p)
+    tokens, log_probs, *_ = choose_tokens(torch.tensor(LOGITS).expand(n, -1), draws, sampling)
+    expected, untruncated = exact_probs(LOGITS, temperature, top_k, top_p, min_p)
     counts = np.bincount(tokens.numpy(), minlength=len(LOGITS))
     support = np.array(expected) > 0
     assert counts[~support].sum() == 0
@@ -125,14 +135,42 @@ def test_tokens_of_probability_zero_are_never_drawn():
     logits = torch.full((2, 6), float("-inf"))
     logits[:, [2, 4]] = 0.0
     draws = torch.tensor([0.0, 1.0 - 2.0**-24])
-    tokens, log_probs = choose_tokens(logits, draws, SamplingParams(1, 1))
+    tokens, log_probs, *_ = choose_tokens(logits, draws, SamplingParams(1, 1))
     assert tokens.tolist() == [2, 4]
     np.testing.assert_allclose(log_probs, math.log(0.5), rtol=1e-6)
 
 
 def test_greedy_takes_the_argmax_and_scores_at_temperature_one():
     logits = torch.tensor([LOGITS, LOGITS[::-1]])
-    tokens, log_probs = choose_tokens(logits, None, SamplingParams(1, 1, temperature=0.0))
+    tokens, log_probs, *_ = choose_tokens(logits, None, SamplingParams(1, 1, temperature=0.0))
     assert tokens.tolist() == [2, 5]
     _, probs = exact_probs(LOGITS, 1.0, 0, 1.0)
     np.testing.assert_allclose(log_probs, math.log(probs[2]), atol=1e-6)
+
+
+def test_the_most_likely_ids_and_their_log_probs_at_the_temperature():
+    logits = torch.tensor([LOGITS, LOGITS[::-1]])
+    choice = choose_tokens(logits, torch.zeros(2), SamplingParams(1, 1, 0.6), top_count=3)
+    _, probs = exact_probs(LOGITS, 0.6, 0, 1.0)
+    assert choice.top_ids.tolist() == [[2, 4, 6], [5, 3, 1]]
+    expected = np.log([[probs[2], probs[4], probs[6]]] * 2)
+    np.testing.assert_allclose(choice.top_log_probs.numpy(), expected, atol=1e-6)
+    assert choose_tokens(logits, torch.zeros(2), SamplingParams(1, 1)).top_ids.shape == (2, 0)
+
+
+def test_the_ids_that_could_be_drawn_and_log_probs_over_them():
+    flat = [0.0] * 3 + [-4.0] * 5
+    logits = torch.tensor([LOGITS, flat])
+    sampling = SamplingParams(1, 1, temperature=0.8, top_p=0.75, min_p=0.3, max_support=3)
+    choice = choose_tokens(logits, torch.tensor([0.9, 0.5]), sampling)
+    assert choice.support.tolist() == [[2, 4, -1], [0, 1, 2]]
+    for row, token in enumerate(choice.tokens.tolist()):
+        expected, _ = exact_probs(logits[row].tolist(), 0.8, 0, 0.75, 0.3)
+        assert {i for i, share in enumerate(expected) if share} == {
+            i for i in choice.support[row].tolist() if i >= 0
+        }
+        assert float(choice.log_probs[row]) == pytest.approx(math.log(expected[token]), abs=1e-6)
+    with pytest.raises(EngineError, match="rollout.max_support = 2: 3 ids could be drawn"):
+        choose_tokens(logits, torch.zeros(2), replace(sampling, max_support=2))
+    unasked = choose_tokens(logits, torch.zeros(2), replace(sampling, max_support=0))
+    assert unasked.support is None

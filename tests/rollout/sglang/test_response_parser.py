@@ -405,3 +405,39 @@ def test_the_bound_of_an_answer_grows_with_what_is_asked_for_and_no_further():
     routes = 40_000 * 3 * 2 * 4 * 4 / 3  # base64 of int32
     words = 32_000 * 128 * 3  # a vocabulary's longest tokens are 128 characters, some of 3 bytes
     assert routes + words < max_response_bytes(large) < 3 * (routes + words)
+
+
+# As SGLang 0.5.23 writes them for top_logprobs_num = 2: [log-prob, id, text] at each token.
+TOP = [
+    [[-0.5, 9, None], [-1.0, 4, None]],
+    [[-0.75, 2, None], [-1.25, 8, None]],
+    [[0.0, 1, None], [-30.5, 95, None]],
+]
+WITH_TOP = replace(MODEL, top_log_probs=2)
+
+
+def test_the_most_likely_ids_of_each_token():
+    reply = answer([9, 8, 1], [-0.5, -1.25, 0.0], output_top_logprobs=TOP)
+    part = parse_response(reply, asked(model=WITH_TOP))
+    assert part.top_ids.tolist() == [[9, 4], [2, 8], [1, 95]] and part.top_ids.dtype == np.int32
+    assert part.top_log_probs.tolist() == [[-0.5, -1.0], [-0.75, -1.25], [0.0, -30.5]]
+    assert part.top_log_probs.dtype == np.float32
+    assert parse_response(reply, asked()).top_ids is None
+    more = max_response_bytes(asked(model=WITH_TOP)) - max_response_bytes(asked())
+    assert more == 4 * 2 * 512
+
+
+@pytest.mark.parametrize(
+    ("top", "message"),
+    [
+        (None, "log-probs of 2 ids at 0 of 3 tokens came back; algorithm.score_centering asks"),
+        (TOP[:2], "log-probs of 2 ids at 2 of 3 tokens came back"),
+        ([*TOP[:2], TOP[2][:1]], "log-probs of 1 ids at 3 of 3 tokens came back"),
+        ([*TOP[:2], None], "log-probs of 0 ids at 3 of 3 tokens came back"),
+        ([*TOP[:2], [[0.5, 1, None], [-1.0, 2, None]]], "the log-prob 0.5 came back"),
+        ([*TOP[:2], [[-0.5, 96, None], [-1.0, 2, None]]], "token id 96 came back"),
+    ],
+)
+def test_other_ids_than_requested_are_refused(top, message):
+    reply = answer([9, 8, 1], [-0.5, -1.25, 0.0], output_top_logprobs=top)
+    assert message in refusal(reply, model=WITH_TOP)

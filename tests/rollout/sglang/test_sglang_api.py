@@ -67,6 +67,12 @@ def test_a_sampled_request_names_every_parameter_that_a_server_could_default():
     }
 
 
+def test_the_most_likely_ids_are_requested():
+    model = served_model(top_log_probs=8)
+    request = API.generate_request([2, 3], context(model=model), SamplingParams(), 11)
+    assert request.body["top_logprobs_num"] == 8
+
+
 def test_prefill_and_score():
     prefill = API.prefill_request([2, 3], context(max_new_tokens=0))
     assert prefill.body["sampling_params"]["max_new_tokens"] == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -187,3 +188,47 @@ def test_scores_are_those_of_the_tokens_that_were_sent():
     ):
         with pytest.raises(ResponseError, match=message):
             scores(wrong)
+
+
+def ranked(*entries: tuple[int, float, int]) -> list[dict[str, Any]]:
+    """`top_logprobs` of (id, log-prob, rank)."""
+    return [{"token_id": token, "logprob": value, "rank": rank} for token, value, rank in entries]
+
+
+# As vLLM 0.32 writes them for logprobs = 3: the sampled token, then the most likely by rank.
+TOP = [
+    ranked((7, -0.5, 1), (4, -1.0, 2), (5, -3.0, 3)),
+    ranked((9, -1.25, 2), (2, -0.75, 1), (3, -2.5, 3)),
+    ranked((1, -0.125, 40), (8, -0.0625, 1), (6, -4.0, 2)),
+]
+WITH_TOP = replace(PLAIN, top_log_probs=2)
+
+
+def with_top(rows: list[list[dict[str, Any]]]) -> dict[str, Any]:
+    reply = vllm_answer(TOKENS, LOG_PROBS)
+    content = reply["choices"][0]["logprobs"]["content"]
+    for entry, top in zip(content, rows, strict=True):
+        entry["top_logprobs"] = top
+    return reply
+
+
+def test_the_most_likely_ids_do_not_depend_on_the_draw():
+    part = parse(with_top(TOP), model=WITH_TOP)
+    assert part.top_ids.tolist() == [[7, 4], [2, 9], [8, 6]] and part.top_ids.dtype == np.int32
+    assert part.top_log_probs.tolist() == [[-0.5, -1.0], [-0.75, -1.25], [-0.0625, -4.0]]
+    unasked = parse(with_top(TOP), model=WITH_TOP, log_probs=False)
+    assert unasked.top_ids is None and unasked.log_probs is None
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        (TOP[2][:2], "log-probs of 1 ids at 3 of 3 tokens came back; algorithm.score_centering"),
+        (ranked((8, -9999.0, 1), (6, -4.0, 2)), "the log-prob -9999 came back"),
+        (ranked((8, -1.0, 1), (96, -4.0, 2)), "token id 96 came back"),
+    ],
+)
+def test_other_ids_than_requested_are_refused(row, message):
+    with pytest.raises(ResponseError, match="^sample 7/2: ") as caught:
+        parse(with_top([*TOP[:2], row]), model=WITH_TOP)
+    assert message in str(caught.value)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -74,6 +75,11 @@ def test_log_probs_are_requested_where_they_are_over_the_whole_vocabulary():
     assert [API.gives_log_probs(sampling) for sampling in given] == [True, True, False, False]
     request = API.generate_request([5], asked(log_probs=False), SamplingParams(top_p=0.5), 1)
     assert request.body["sampling_params"]["logprobs"] is None
+    with_top = replace(asked().model, top_log_probs=8)
+    for log_probs, wanted in ((True, 9), (False, None)):
+        context = asked(model=with_top, log_probs=log_probs)
+        request = API.generate_request([5], context, SamplingParams(), 1)
+        assert request.body["sampling_params"]["logprobs"] == wanted
 
 
 def info(generates: int = 405, **changes: Any) -> ServerInfo:
