@@ -59,9 +59,11 @@ IMPLEMENTATIONS = ("torch", "transformer_engine")
 @dataclass(frozen=True)
 class Sizes:
     """``model``: changes to the model's config.json. A micro-batch has ``sequences`` of ``prompt``
-    and ``response`` tokens. ``square``: of the matrix product."""
+    and ``response`` tokens. ``square``: of the matrix product. ``expert_parallel``: GPUs that share
+    the experts."""
 
     model: dict[str, Any]
+    expert_parallel: int = 1
     sequences: int = 4
     prompt: int = 1024
     response: int = 3072
@@ -168,6 +170,7 @@ def write_config(folder: Path, sizes: Sizes, implementation: str = "torch") -> P
             "max_response_length": sizes.response,
         },
         "algorithm": {"name": "gspo"},
+        "parallel": {"expert_model_parallel_size": sizes.expert_parallel},
         "training": {
             "steps": 1,
             "global_batch_size": 2 * sizes.sequences,

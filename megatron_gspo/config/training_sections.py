@@ -26,8 +26,9 @@ class TrainingConfig:
     micro_batch_size: Annotated[int, Ge(1)] | None = None
     """Sequences per micro-batch; null packs as many as fit."""
     log_prob_memory_gib: Annotated[float, Gt(0)] | None = None
-    """GiB of a GPU for logits in the log-prob head, which are computed in tiles; null is 0.25. Where
-    all logits of a micro-batch fit, the backward pass does not compute them again."""
+    """GiB of a GPU for logits in the log-prob head, which are computed in tiles. Where all logits of
+    a micro-batch fit, the backward pass does not compute them again. null is 0.25, and keeps them
+    where the GPU has free memory."""
 
     only: Literal["rollout", "train"] | None = None
     """One half of the loop (docs/profiling.md): generate and score, without an update; or train

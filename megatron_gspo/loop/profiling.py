@@ -29,7 +29,10 @@ _ON_A_CPU = "DefaultCPUAllocator"
 # Parts of the package, and what makes their tensors smaller; the innermost one that runs counts.
 _PACKED = "lower training.max_tokens_per_micro_batch or set model.recompute_granularity: full"
 _REMEDIES = (
-    ("parallel", "lower training.log_prob_memory_gib or training.max_tokens_per_micro_batch"),
+    (
+        "parallel",
+        "set training.log_prob_memory_gib: 0.25 or lower training.max_tokens_per_micro_batch",
+    ),
     ("rollout", "lower rollout.max_batch_size"),
     ("weight_transport", "lower weight_bucket_mb of the servers"),
     ("mcore", _PACKED),

@@ -7,11 +7,11 @@ number of labels of it:
     log_prob = x_label - logsumexp(x)            d log_prob / d x_j = [j = label] - p_j
     entropy  = -sum_j p_j log p_j                d entropy  / d x_j = -p_j (log p_j + entropy)
 
-No [tokens, vocabulary] tensor is allocated. The forward collects, tile by tile, a few numbers per
-token over this rank's rows. One all-gather per call combines the tensor-parallel ranks, and every
-rank does the same arithmetic on the same numbers, so that results are bitwise equal. The backward
-recomputes the logits of each tile. The entropy is summed relative to the maximum: logsumexp(x) -
-sum p x would lose its digits for large logits.
+The forward collects, tile by tile, a few numbers per token over this rank's rows. One all-gather per
+call combines the tensor-parallel ranks, and every rank does the same arithmetic on the same numbers,
+so that results are bitwise equal. The backward recomputes the logits of each tile, or reads them
+where there was memory to keep them: the bits are the same. The entropy is summed relative to the
+maximum: logsumexp(x) - sum p x would lose its digits for large logits.
 
 With ``ScoredRows`` all of this, communication included, is done for the scored positions alone.
 """
@@ -51,8 +51,11 @@ T = TypeVar("T")
 
 CHUNK_BYTES = {"cpu": 32 * 2**20, "cuda": 256 * 2**20}
 """Default budget in bytes of tensors that scale with tokens x vocabulary: tiles, and all logits
-if they fit.
+if they fit. A GPU keeps all logits where it has free memory, too.
 """
+
+_SPARE = 16
+"""Such a part of a GPU's memory is left for other tensors and for fragments: one of so many."""
 
 
 @dataclass(frozen=True)
@@ -70,9 +73,9 @@ class LogProbOptions:
     """Compute the entropy too."""
 
     chunk_bytes: int | None = None
-    """Budget in bytes of temporaries that scale with tokens x vocabulary; None: CHUNK_BYTES. If the
-    local logits fit in it and a gradient is needed, they are kept: the backward has a third less
-    work."""
+    """Budget in bytes of temporaries that scale with tokens x vocabulary. If the local logits fit in
+    it and a gradient is needed, they are kept: the backward has a third less work. None:
+    CHUNK_BYTES, and on a GPU its free memory for logits that are kept."""
 
 
 def log_probs_from_hidden(
@@ -177,6 +180,8 @@ class _Resolved:
     vocab_size: int
     with_entropy: bool
     chunk_bytes: int
+    keep_where_free: bool
+    """Whether logits may be kept in a GPU's free memory, beyond chunk_bytes."""
 
 
 def _resolve(
@@ -196,20 +201,21 @@ def _resolve(
         vocab_size=rows if options.vocab_size is None else options.vocab_size,
         with_entropy=options.with_entropy,
         chunk_bytes=budget if options.chunk_bytes is None else options.chunk_bytes,
+        keep_where_free=options.chunk_bytes is None and hidden.is_cuda,
     )
 
 
 @dataclass(frozen=True)
 class _Saved:
-    """Tensors that the backward needs besides the inputs: per token [T], and the logits if they
-    were kept.
+    """Tensors that the backward needs besides the inputs: per token [T], and the tiles of logits
+    if they were kept.
     """
 
     maximum: Tensor
     log_total: Tensor  # log sum exp(x - maximum) over the whole vocabulary
     # [tiles, T], the probability of each of this rank's tiles of the vocabulary.
     tile_probabilities: Tensor
-    kept: Tensor | None
+    kept: list[Tensor]
 
 
 def _default(by_device: dict[str, T], device: torch.device) -> T:
@@ -252,22 +258,38 @@ def _check_labels(labels: Tensor, vocab_size: int) -> None:
 
 
 def _tiling(
-    hidden: Tensor, weight: Tensor, tokens: int, options: _Resolved, differentiable: bool
+    hidden: Tensor, weight: Tensor, tokens: int, options: _Resolved, may_keep: bool
 ) -> Tiling:
+    """The tiles are the same whether the logits are kept or not."""
     dtype = torch.promote_types(torch.promote_types(hidden.dtype, weight.dtype), torch.float32)
     local_rows, width = weight.shape
     first = group_rank(options.tp_group) * local_rows
     rows = min(max(options.vocab_size - first, 0), local_rows)
     budget = options.chunk_bytes // dtype.itemsize
     tile = tile_shape(tokens, rows, width, budget, _default(TILE, hidden.device))
+    needed = (tokens * rows + tile_elements(*tile, width)) * dtype.itemsize
+    if may_keep:
+        room = options.chunk_bytes
+        if options.keep_where_free:
+            room = max(room, _free_bytes(hidden.device))
+        may_keep = needed <= room
     return Tiling(
         tile=tile,
         rows=rows,
         first=first,
         scale=1.0 / options.temperature,
         dtype=dtype,
-        keep_logits=differentiable and tokens * rows + tile_elements(*tile, width) <= budget,
+        keep_logits=may_keep,
     )
+
+
+def _free_bytes(device: torch.device) -> int:
+    """Memory of a GPU for new tensors: what the driver has, and what torch holds without a tensor,
+    less what is spared.
+    """
+    free, total = torch.cuda.mem_get_info(device)
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return free + unused - total // _SPARE
 
 
 def _forward(
@@ -355,7 +377,16 @@ class _LogProbs(torch.autograd.Function):
         ctx.options = options
         ctx.rows = len(hidden)
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(local_hidden, weight, labels, entropy, *vars(saved).values())
+        ctx.save_for_backward(
+            local_hidden,
+            weight,
+            labels,
+            entropy,
+            saved.maximum,
+            saved.log_total,
+            saved.tile_probabilities,
+            *saved.kept,
+        )
         return log_probs, entropy
 
     @staticmethod
@@ -364,10 +395,11 @@ class _LogProbs(torch.autograd.Function):
         ctx: _LogProbContext, grad_log_probs: Tensor | None, grad_entropy: Tensor | None
     ) -> tuple[Tensor | None, Tensor | None, None, None, None]:
         hidden, weight, labels, entropy, *rest = ctx.saved_tensors
-        saved = _Saved(*rest)
+        maximum, log_total, tile_probabilities, *kept = rest
+        saved = _Saved(maximum, log_total, tile_probabilities, kept)
         scored = ctx.scored
         options = ctx.options
-        tiling = _tiling(hidden, weight, labels.shape[0], options, differentiable=True)
+        tiling = _tiling(hidden, weight, labels.shape[0], options, may_keep=False)
         if grad_log_probs is None:
             grad_log_probs = labels.new_zeros(labels.shape, dtype=tiling.dtype)
         factors = _row_factors(_columns(grad_log_probs), grad_entropy, entropy, saved, tiling.scale)

@@ -5,6 +5,7 @@ a tile of the weight (and of its gradient) is converted once. On a CPU a tile is
 stay in cache through all element-wise steps.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -109,7 +110,7 @@ class LocalStatistics:
     moment: Tensor | None  # sum exp(x - m)(x - m), for the entropy
     tile_maxima: Tensor  # [tiles, T], of each tile of the vocabulary
     tile_totals: Tensor  # [tiles, T]: sum exp(x - tile's maximum)
-    kept: Tensor | None  # the logits, tile after tile
+    kept: list[Tensor]  # the logits, tile after tile, or none
 
     def packed(self) -> Tensor:
         """[2 + K or 3 + K, T]: maximum, total, the labels and the moment, if there is one."""
@@ -133,9 +134,7 @@ def local_statistics(
     )
     tiles[0].fill_(torch.finfo(tiling.dtype).min)
     label = hidden.new_zeros(labels.shape, dtype=tiling.dtype)
-    kept = (
-        hidden.new_empty(tokens * tiling.rows, dtype=tiling.dtype) if tiling.keep_logits else None
-    )
+    kept: list[Tensor] = []
     scratch = _Scratch.of(hidden, tiling, 2 if with_entropy else 1)
     positions = _label_positions(labels, tiling)
     chunks = [
@@ -146,7 +145,10 @@ def local_statistics(
         columns = weight[v0:v1].to(hidden.dtype).t()
         for t0, t1, chunk_hidden, chunk_positions, chunk_label in chunks:
             buffers = scratch.views(t1 - t0, v1 - v0)
-            logits = buffers[0] if kept is None else _kept_tile(kept, tokens, t0, t1, v0, v1)
+            logits = buffers[0]
+            if tiling.keep_logits:  # a tensor a tile: a large one needs memory in one piece
+                logits = torch.empty_like(logits)
+                kept.append(logits)
             _logits(chunk_hidden, columns, tiling.scale, logits)
             column, inside = chunk_positions.in_tile(i, v1 - v0)
             torch.where(inside, logits.gather(1, column), chunk_label, out=chunk_label)
@@ -164,7 +166,7 @@ def local_gradients(
     hidden: Tensor,
     weight: Tensor,
     labels: Tensor,
-    kept: Tensor | None,
+    kept: Sequence[Tensor],
     factors: RowFactors,
     tiling: Tiling,
     needed: tuple[bool, bool],
@@ -174,8 +176,8 @@ def local_gradients(
     dtype.
 
     Both are summed in tiling.dtype; one that is not needed is None. hidden: [T, h] from
-    ``operand``; labels: [T, K]; kept: the logits of the forward, or None. total: what the weight's
-    gradient is added to, in tiling.dtype; it is returned.
+    ``operand``; labels: [T, K]; kept: the logits of the forward, tile after tile, or none. total:
+    what the weight's gradient is added to, in tiling.dtype; it is returned.
     """
     tokens = hidden.shape[0]
     grad_hidden = hidden.new_zeros(hidden.shape, dtype=tiling.dtype) if needed[0] else None
@@ -198,6 +200,7 @@ def local_gradients(
         )
         for t0, t1 in _spans(tokens, tiling.tile[0])
     ]
+    kept_tiles = iter(kept)
     for i, (v0, v1) in enumerate(_spans(tiling.rows, tiling.tile[1])):
         rows = weight[v0:v1].to(hidden.dtype)
         # A view where the dtype is the weight's, else a buffer that is written back below.
@@ -206,8 +209,8 @@ def local_gradients(
             grad_rows = torch.empty_like(grad_rows, dtype=tiling.dtype)
         for t0, t1, chunk_hidden, chunk_positions, chunk_factors, chunk_grad in chunks:
             buffers = scratch.views(t1 - t0, v1 - v0)
-            logits = buffers[0] if kept is None else _kept_tile(kept, tokens, t0, t1, v0, v1)
-            if kept is None:
+            logits = next(kept_tiles, buffers[0])
+            if not kept:
                 _logits(chunk_hidden, rows.t(), tiling.scale, logits)
             if packed is not None:
                 grad_logits = logit_gradient(
@@ -285,12 +288,6 @@ class _Scratch:
                 buffer[: tokens * vocabulary].view(shape) for buffer in self.buffers
             ]
         return self.made[shape]
-
-
-def _kept_tile(kept: Tensor, tokens: int, t0: int, t1: int, v0: int, v1: int) -> Tensor:
-    """The tile [t1 - t0, v1 - v0] of the kept logits, contiguous: one tile follows the other."""
-    start = v0 * tokens + t0 * (v1 - v0)
-    return kept[start : start + (t1 - t0) * (v1 - v0)].view(t1 - t0, v1 - v0)
 
 
 def _logits(hidden: Tensor, columns: Tensor, scale: float, out: Tensor) -> None:

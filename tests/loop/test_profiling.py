@@ -82,7 +82,7 @@ def test_out_of_memory_is_one_line_with_the_key(tmp_path: Path) -> None:
 
 def test_the_key_is_that_of_the_part_that_ran(tmp_path: Path) -> None:
     with (
-        pytest.raises(RunError, match=r"lower training.log_prob_memory_gib"),
+        pytest.raises(RunError, match=r"set training.log_prob_memory_gib: 0.25"),
         out_of_memory_explained(policy(), tmp_path),
     ):
         concatenated_ranges(torch.tensor([0]), torch.tensor([1 << 50]))

@@ -75,9 +75,27 @@ def test_logits_are_kept_where_they_and_a_tile_fit_and_a_gradient_is_wanted():
         for elements, kept in ((2400, True), (2399, False)):
             call = [hidden.to(dtype).requires_grad_(), weight.to(dtype), labels]
             log_probs, _ = call_log_probs(*call, chunk_bytes=elements * size)
-            logits = log_probs.grad_fn.saved_tensors[-1]
-            assert (logits is not None) == kept
-    assert logits is None and torch.is_tensor(log_probs.grad_fn.saved_tensors[0])
+            *_, last = log_probs.grad_fn.saved_tensors
+            assert (last.shape == (6, 60)) == kept
+
+
+@pytest.mark.parametrize("use_entropy", [False, True])
+def test_logits_that_are_kept_change_no_bit(use_entropy):
+    """Six tiles, the same with both budgets."""
+    tokens, rows, width = TILE["cpu"][0] + 100, 2 * TILE["cpu"][1] + 77, 8
+    case = inputs(tokens, rows, width)[:3]
+    budget = 4 * (tokens * rows + tile_elements(*TILE["cpu"], width))
+    results = []
+    for chunk_bytes in (budget, budget - 4):
+        hidden, weight = (x.clone().requires_grad_() for x in case[:2])
+        outputs = call_log_probs(
+            hidden, weight, case[2], with_entropy=True, chunk_bytes=chunk_bytes
+        )
+        kept = outputs[0].grad_fn.saved_tensors[7:]
+        assert len(kept) == (6 if chunk_bytes == budget else 0)
+        outputs[use_entropy].sum().backward()
+        results.append([*outputs, hidden.grad, weight.grad])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
 def test_tiles_keep_to_the_budget():

@@ -33,4 +33,11 @@ REHEARSAL = (
         after="(1, tensor, tensor * context, 1, tensor, tensor * context)",
         test="tests/tools/rehearse/test_roles.py::test_groups_are_megatrons",
     ),
+    SeededBug(
+        name="all experts of a token are on one rank",
+        file="tools/rehearse/routing.py",
+        before="_shuffled(num_experts)[in_turn % num_experts]",
+        after="in_turn % num_experts",
+        test="tests/tools/rehearse/test_routing.py::test_the_experts_of_a_token_are_on_as_many_ranks_as_random_ones",
+    ),
 )

@@ -60,7 +60,9 @@ _POINTWISE = ("masked_fill", "where", "native_dropout", "native_dropout_backward
 _CLASS_OF = {name: op_class for op_class, names in _CLASSES.items() for name in names.split()}
 _MIXED = "{}, mixed dtypes"
 _STRIDED = "{}, strided"
-"""Also where tensors are broadcast. Torch's kernels vectorise neither of the two."""
+"""Also where tensors are broadcast. Torch's kernels vectorise neither of the two. The tensors of a
+list are not broadcast.
+"""
 
 _VECTORISED = ("elementwise", "copy")
 
@@ -180,7 +182,7 @@ def _class_of(func: Operation, name: str, read: Sequence[Tensor], written: Seque
     if op_class in _VECTORISED and tensors:
         if len({tensor.dtype for tensor in tensors if tensor.dtype is not torch.bool}) > 1:
             return _MIXED.format(op_class)
-        largest = max(tensor.numel() for tensor in tensors)
+        largest = 0 if name.startswith("foreach_") else max(tensor.numel() for tensor in tensors)
         if any(tensor.numel() < largest or not tensor.is_contiguous() for tensor in tensors):
             return _STRIDED.format(op_class)
     return op_class

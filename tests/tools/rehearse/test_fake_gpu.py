@@ -3,6 +3,8 @@
 import pytest
 import torch
 
+from megatron_gspo.parallel import log_probs_from_hidden
+from megatron_gspo.tools.rehearse.fake_device.cuda_api import fake_cuda
 from megatron_gspo.tools.rehearse.fake_gpu import FakeGpu
 from megatron_gspo.tools.rehearse.rehearsal_error import RehearsalError
 
@@ -85,6 +87,25 @@ def test_a_product_added_in_another_dtype_is_counted_and_takes_no_memory() -> No
         assert gpu.memory.total == before
     assert gpu.flops.counts["build"] == {"aten::addmm": 2 * 4 * 16 * 8}
     assert not kinds(gpu)
+
+
+@on_fake_gpu
+def test_the_head_keeps_its_logits_where_memory_is_free() -> None:
+    """512 MiB of logits, more than its tiles may take: three products, and four without room."""
+    tokens, width, vocabulary = 8192, 16, 16384
+    for free_gib, products in ((0, 4), (4, 4), (7, 3)):  # a sixteenth of 80 GiB is spared
+        gpu = FakeGpu()
+        with fake_cuda(gpu.host, free_gib * 2**30), gpu:
+            hidden, weight = (
+                torch.randn(rows, width, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+                for rows in (tokens, vocabulary)
+            )
+            labels = torch.zeros(tokens, dtype=torch.int64, device="cuda")
+            with torch.autograd.set_multithreading_enabled(False):
+                log_probs_from_hidden(hidden, weight, labels)[0].sum().backward()
+        flops = sum(gpu.flops.counts["build"].values())
+        assert flops == products * 2 * tokens * width * vocabulary
+        assert not kinds(gpu)
 
 
 @on_fake_gpu

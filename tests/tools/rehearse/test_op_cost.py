@@ -41,6 +41,10 @@ CASES: dict[str, tuple[Callable[[], OpCost | None], OpCost | None]] = {
         lambda: cost(aten.silu.default, F32[:, :2]),
         OpCost("elementwise, strided", 1, 48, 48),
     ),
+    "a list of unequal tensors": (
+        lambda: cost(aten._foreach_mul_.Scalar, [F32.clone(), IDS.float()], 2.0),
+        OpCost("elementwise", 1, 96 + 12, 96 + 12),
+    ),
     "a row for all rows": (
         lambda: cost(aten.mul.Tensor, F32, torch.ones(4)),
         OpCost("elementwise, strided", 1, 96 + 16, 96),

@@ -26,10 +26,11 @@ _PINNED = "_rehearsal_pinned"
 
 
 @contextlib.contextmanager
-def fake_cuda(host: HostLog) -> Iterator[None]:
+def fake_cuda(host: HostLog, free_bytes: int = 0) -> Iterator[None]:
     """Within the context there is one CUDA device, whose tensors are fake.
 
-    Waiting for it is recorded in ``host``.
+    Waiting for it is recorded in ``host``. free_bytes: what its driver says is free; with 0 only
+    the memory is used that a step needs.
     """
     _device_constructors()  # ``with torch.device(...)`` has the originals only, from a list that it makes once
     with contextlib.ExitStack() as stack:
@@ -41,7 +42,7 @@ def fake_cuda(host: HostLog) -> Iterator[None]:
                 stack.callback(delattr, owner, name)
             setattr(owner, name, value)
 
-        for name, value in _cuda_functions(host).items():
+        for name, value in _cuda_functions(host, free_bytes).items():
             for owner in (torch.cuda, torch.cuda.random, torch.cuda.memory):
                 if owner is torch.cuda or hasattr(owner, name):
                     replace(owner, name, value)
@@ -120,7 +121,7 @@ class FakeStream:
         return True
 
 
-def _cuda_functions(host: HostLog) -> dict[str, Any]:
+def _cuda_functions(host: HostLog, free_bytes: int) -> dict[str, Any]:
     def wait(kind: str) -> Callable[..., None]:
         return lambda *args, **kwargs: host.sync(kind)
 
@@ -159,7 +160,7 @@ def _cuda_functions(host: HostLog) -> dict[str, Any]:
         "get_device_capability": _returning(_CAPABILITY),
         "get_device_properties": _returning(properties),
         "get_device_name": _returning(GPU_NAME),
-        "mem_get_info": _returning((_GPU_MEMORY, _GPU_MEMORY)),
+        "mem_get_info": _returning((free_bytes, _GPU_MEMORY)),
         "memory_stats": lambda *args, **kwargs: {},
         "synchronize": wait("torch.cuda.synchronize"),
         "Stream": Stream,
