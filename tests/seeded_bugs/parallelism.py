@@ -8,9 +8,10 @@ PARALLELISM = (
     SeededBug(
         name="old log-probs in micro-batches of the whole rollout batch",
         file="megatron_gspo/loop/step_plan.py",
-        before="return StepPlan(rules, replica, updates, first_epoch)",
+        before="return StepPlan(rules, replica, updates, first_epoch, costs)",
         after=(
-            "return StepPlan(rules, replica, updates, plan_micro_batches(lengths, rules, replica))"
+            "return StepPlan(rules, replica, updates, plan_micro_batches(lengths, rules, replica),"
+            " costs)"
         ),
         test="tests/loop/test_first_update.py::test_ratios_are_exactly_1_where_no_weight_has_changed[none]",
     ),
