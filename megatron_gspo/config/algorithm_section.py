@@ -8,10 +8,10 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from annotated_types import Ge, Gt, Le
 
-from megatron_gspo.algorithms.objective import Objective
-from megatron_gspo.algorithms.presets import CORRECTIONS, PRESETS
 from megatron_gspo.config.config_error import ConfigError
 from megatron_gspo.config.paths import UserPath
+from megatron_gspo.objectives.objective import Objective
+from megatron_gspo.objectives.presets import CORRECTIONS, PRESETS
 
 
 @dataclass(frozen=True, kw_only=True)
