@@ -16,6 +16,23 @@ PARALLELISM = (
         test="tests/loop/test_first_update.py::test_ratios_are_exactly_1_where_no_weight_has_changed[none]",
     ),
     SeededBug(
+        name="replicas and micro-batches are balanced by tokens",
+        file="megatron_gspo/loop/step_plan.py",
+        before="plan_passes(lengths, epochs, rules, homes, costs=costs)",
+        after="plan_passes(lengths, epochs, rules, homes)",
+        test=(
+            "tests/loop/test_step_plan.py::"
+            "test_a_step_is_balanced_by_cost_and_keeps_the_branches_of_a_run_together"
+        ),
+    ),
+    SeededBug(
+        name="an exchange for level costs fills a micro-batch above the budget of tokens",
+        file="megatron_gspo/data/schedule.py",
+        before="-heavy.room <= longer <= light.room",
+        after="True",
+        test="tests/data/test_schedule.py::test_invariants_with_costs",
+    ),
+    SeededBug(
         name="updates score trained tokens alone, passes before them all",
         file="megatron_gspo/mcore/micro_batch_inputs.py",
         before="ScoredRows.of(shard.response_mask,",
