@@ -14,7 +14,7 @@ unexport PYTHONDONTWRITEBYTECODE
 RUN = OMP_NUM_THREADS=1 $(VENV)/bin/python
 STAMP = $(VENV)/.installed
 
-.PHONY: install demo compare collapse test test-all test-peers test-agents test-sglang test-vllm seeded-bugs proof bench gpu gpu-wheels kill lint format docs clean
+.PHONY: install demo compare collapse test test-all test-peers test-agents test-sglang test-vllm newest seeded-bugs proof bench gpu gpu-wheels kill lint format docs clean
 .DEFAULT_GOAL := install
 
 install: $(STAMP)
@@ -74,6 +74,10 @@ test-sglang: install
 test-vllm: install
 	SERVER=$$($(RUN) -m megatron_gspo.tools.server_environment vllm) && \
 	$(RUN) -m pytest tests/vllm --vllm-python $$SERVER $(ARGS)
+
+# The newest of everything without pins, on a part of the suite; PARTS="newest peers" takes these parts of .ci/run.
+newest:
+	.ci/newest.sh $(PARTS)
 
 # Every layout against float64 under the installed megatron-core: two hours of two cores.
 proof: install

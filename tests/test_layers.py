@@ -21,6 +21,7 @@ LAYERS = (
     "launch_environment",
     "paths",
     "user_code",
+    "objectives",
     "algorithms",
     "models",
     "config",
@@ -46,6 +47,7 @@ LAYERS = (
 KNOWS_MEGATRON = {"mcore", "patches"}
 # Third-party packages of the lowest layers; the standard library is free.
 ONLY = {
+    "objectives": set(),
     "algorithms": {"torch"},
     "kernels": {"torch", "triton"},
     "parallel": {"torch", "numpy", "msgspec"},

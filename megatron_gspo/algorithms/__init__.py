@@ -6,6 +6,9 @@ loss, metrics = policy_loss(objective, log_probs=..., old_log_probs=..., advanta
                             loss_mask=..., segment_ids=..., num_sequences=...)
 """
 
+from megatron_gspo.objectives.objective import Objective, preset
+from megatron_gspo.objectives.presets import PRESETS
+
 from .advantage_estimators import ResponseTerms, check_advantages, response_advantages
 from .advantages import group_advantages
 from .distillation import Distillation, divergence, token_advantages
@@ -29,9 +32,7 @@ from .importance_sampling import (
 )
 from .kl import kl_penalty
 from .metrics import finish_metrics
-from .objective import Objective, preset
 from .policy_loss import LossExtras, policy_loss
-from .presets import PRESETS
 from .ratio_histogram import RatioHistogram
 from .ratio_statistics import effective_sample_size, ratio_histograms, ratio_quantiles
 from .reduction import Reduction, reduction_of

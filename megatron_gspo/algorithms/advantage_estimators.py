@@ -9,10 +9,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megatron_gspo.objectives.objective import Objective
 from megatron_gspo.user_code import UserCodeError, call_for_trial, load_user_function
 
 from .advantages import group_advantages
-from .objective import Objective
 
 _KEY = "algorithm.advantage_estimator"
 

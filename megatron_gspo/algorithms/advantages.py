@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import get_args
 
 import torch
 from torch import Tensor
 
-AdvantageStd = Literal["sample", "population", "none"]
-AdvantageBaseline = Literal["mean", "leave_one_out"]
+from megatron_gspo.objectives.objective import AdvantageBaseline, AdvantageStd
 
 
 @dataclass(frozen=True)

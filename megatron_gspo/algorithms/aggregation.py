@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .objective import Objective
+from megatron_gspo.objectives.objective import Objective
 
 
 @dataclass(frozen=True)

@@ -15,23 +15,12 @@ advantage of ``- d f / d p`` (`token_advantages`) gives it. It is unbiased where
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
+from megatron_gspo.objectives.distillation import Distillation
+
 _MAX_LOG_RATIO = 20.0  # nats; of t / p, before exp
-
-
-@dataclass(frozen=True, kw_only=True)
-class Distillation:
-    """The divergence and its weight in the loss."""
-
-    coef: float = 1.0
-    """Weight of the divergence."""
-
-    forward_weight: float = 0.0
-    """Share of the forward KL: 0 is the reverse KL, 1 the forward KL."""
 
 
 def divergence(distillation: Distillation, log_probs: Tensor, teacher_log_probs: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ from typing import get_args
 import torch
 from torch import Tensor
 
-from .objective import KLLossType
+from megatron_gspo.objectives.objective import KLLossType
 
 
 def k3(log_ratio: Tensor) -> Tensor:

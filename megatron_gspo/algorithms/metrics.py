@@ -9,10 +9,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megatron_gspo.objectives.objective import Objective
+
 from .aggregation import TokenWeights, weighted_sum
 from .importance_sampling import RATIO_BAND
 from .kl import k3
-from .objective import Objective
 from .reduction import Reduction, reduction_of
 from .surrogate import Clip
 

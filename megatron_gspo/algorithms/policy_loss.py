@@ -9,9 +9,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megatron_gspo.objectives.objective import Objective
+
 from .aggregation import token_weights, weighted_sum
 from .metrics import ratio_metrics
-from .objective import Objective
 from .ratio_levels import RATIO_LEVELS
 from .regularizers import regularizers
 from .segments import Segments, SumOverContext

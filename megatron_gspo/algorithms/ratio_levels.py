@@ -12,8 +12,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from megatron_gspo.objectives.objective import ImportanceSamplingLevel, Objective
+
 from .metrics import RatioStats
-from .objective import ImportanceSamplingLevel, Objective
 from .ratio import sequence_ratio, token_ratio
 from .surrogate import Clip, surrogate
 from .token_terms import Tokens

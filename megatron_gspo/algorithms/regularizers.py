@@ -8,9 +8,10 @@ from typing import TypeAlias
 
 from torch import Tensor
 
+from megatron_gspo.objectives.objective import Objective
+
 from .aggregation import TokenWeights, weighted_sum
 from .kl import kl_penalty
-from .objective import Objective
 from .ratio import token_ratio
 from .segments import Segments
 

@@ -18,34 +18,12 @@ C = sum_H sg[w(v) q(v) - alpha p(v)] log p(v). It is exact where H is the vocabu
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
+from megatron_gspo.objectives.score_centering import ScoreCentering
+
 _LEAST_MASS = 1e-6  # of the policy outside H: a share of less is rounding
-
-
-@dataclass(frozen=True, kw_only=True)
-class ScoreCentering:
-    """The weight of a token in the loss, by the ratio p / q of policy and rollout engine."""
-
-    bounds: tuple[float, float] | None = None
-    """The weight is the ratio between these; None: it is 1."""
-
-    kept: tuple[float, float] | None = None
-    """Outside these the weight is 0; None: nowhere."""
-
-    def weighted(self, p: Tensor, q: Tensor) -> Tensor:
-        """The weight times ``q``, of equal shapes. Nothing is divided by ``q``, which may be 0."""
-        value = q
-        if self.bounds is not None:
-            low, high = self.bounds
-            value = torch.minimum(torch.maximum(p, low * q), high * q)
-        if self.kept is not None:
-            low, high = self.kept
-            value = torch.where((p >= low * q) & (p <= high * q), value, 0)
-        return value
 
 
 def centering(
@@ -62,6 +40,18 @@ def centering(
         rest_of_q = (1 - q.sum(1, keepdim=True)).clamp_min(0)  # rounding may exceed 1
         rest_of_p = (1 - p.sum(1, keepdim=True)).clamp_min(_LEAST_MASS)
         rho = rest_of_q / rest_of_p
-        alpha = score_centering.weighted(torch.ones_like(rho), rho)
-        coefficients = score_centering.weighted(p, q) - alpha * p
+        alpha = _weighted(score_centering, torch.ones_like(rho), rho)
+        coefficients = _weighted(score_centering, p, q) - alpha * p
     return (coefficients * log_probs).sum(1)
+
+
+def _weighted(score_centering: ScoreCentering, p: Tensor, q: Tensor) -> Tensor:
+    """The weight times ``q``, of equal shapes. Nothing is divided by ``q``, which may be 0."""
+    value = q
+    if score_centering.bounds is not None:
+        low, high = score_centering.bounds
+        value = torch.minimum(torch.maximum(p, low * q), high * q)
+    if score_centering.kept is not None:
+        low, high = score_centering.kept
+        value = torch.where((p >= low * q) & (p <= high * q), value, 0)
+    return value

@@ -15,10 +15,10 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from megatron_gspo.objectives.objective import Objective
 from megatron_gspo.user_code import UserCodeError, call_for_trial, load_user_function
 
 from .kl import binary_kl
-from .objective import Objective
 from .segments import Segments
 from .token_terms import TokenTerms
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .advantages import AdvantageBaseline, AdvantageStd, as_rewards, group_advantages
+from megatron_gspo.objectives.objective import AdvantageBaseline, AdvantageStd
+
+from .advantages import as_rewards, group_advantages
 
 
 def turn_returns(rewards: Tensor, episode_ids: Tensor, discount: float) -> Tensor:

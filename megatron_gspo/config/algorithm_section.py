@@ -8,11 +8,11 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from annotated_types import Ge, Gt, Le
 
-from megatron_gspo.algorithms.objective import Objective
-from megatron_gspo.algorithms.presets import CORRECTIONS, PRESETS
-from megatron_gspo.algorithms.score_centering import ScoreCentering
 from megatron_gspo.config.config_error import ConfigError
 from megatron_gspo.config.paths import UserPath
+from megatron_gspo.objectives.objective import Objective
+from megatron_gspo.objectives.presets import CORRECTIONS, PRESETS
+from megatron_gspo.objectives.score_centering import ScoreCentering
 
 
 @dataclass(frozen=True, kw_only=True)

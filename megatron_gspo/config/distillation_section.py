@@ -7,9 +7,9 @@ from typing import Annotated, Literal
 
 from annotated_types import Ge, Gt, Le
 
-from megatron_gspo.algorithms.distillation import Distillation
 from megatron_gspo.config.paths import UserPath
 from megatron_gspo.config.server_sections import ServerConfig
+from megatron_gspo.objectives.distillation import Distillation
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,9 +9,7 @@ from megatron_gspo.config.lora_section import LoRAConfig
 from megatron_gspo.config.model_sections import ModelConfig
 from megatron_gspo.config.rollout_sections import RolloutConfig
 from megatron_gspo.config.server_sections import ServerConfig
-from megatron_gspo.models.adapter_rules import linear_names, router_names
 from megatron_gspo.models.config_defaults import HFConfig
-from megatron_gspo.models.families import family_of
 from megatron_gspo.models.model_shape import ModelError
 
 
@@ -102,6 +100,10 @@ def check_targets(lora: LoRAConfig, hf: HFConfig) -> None:
     """The model has linear layers of these names. hf: its config.json."""
     if not lora.is_on or lora.targets is None:
         return
+    # These import torch, which a config is read without.
+    from megatron_gspo.models.adapter_rules import linear_names, router_names
+    from megatron_gspo.models.families import family_of
+
     try:
         family, shape = family_of(hf)
     except ModelError:  # has a message of its own

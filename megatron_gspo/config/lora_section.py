@@ -8,7 +8,6 @@ from typing import Annotated, Literal
 from annotated_types import Ge, Gt
 
 from megatron_gspo.config.paths import UserPath
-from megatron_gspo.models.adapter_rules import adapter_scale
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,4 +44,6 @@ class LoRAConfig:
     @property
     def scale(self) -> float:
         """What B A is multiplied by."""
+        from megatron_gspo.models.adapter_rules import adapter_scale  # imports torch
+
         return adapter_scale(self.rank, self.alpha, self.rslora)

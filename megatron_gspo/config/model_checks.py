@@ -11,9 +11,7 @@ from megatron_gspo.config.config_error import ConfigError, show
 from megatron_gspo.config.fields import default_of
 from megatron_gspo.config.model_sections import ModelConfig
 from megatron_gspo.config.rollout_sections import RolloutConfig, RoutingConfig
-from megatron_gspo.models.companions import companions
 from megatron_gspo.models.config_defaults import HFConfig
-from megatron_gspo.models.families import FAMILIES, family_of
 from megatron_gspo.models.megatron_folders import iteration_folder
 from megatron_gspo.models.model_shape import (
     ModelError,
@@ -47,6 +45,8 @@ def check_family(key: str, path: str, hf: HFConfig) -> None:
 
     hf: its config.json.
     """
+    from megatron_gspo.models.families import FAMILIES  # imports torch
+
     model_type = hf.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         problem = f"its config.json has model_type {show(model_type)}"
@@ -97,6 +97,8 @@ def check_experts(routing: RoutingConfig, hf: HFConfig) -> None:
 
 def _router_score(hf: HFConfig) -> str:
     """How the routers score an expert: ``softmax`` or ``sigmoid``."""
+    from megatron_gspo.models.families import family_of  # imports torch
+
     try:
         _, shape = family_of(hf)
     except ModelError:  # has a message of its own
@@ -145,6 +147,8 @@ def check_weight_files(key: str, path: str, *, are_read: bool) -> None:
     """The directory has safetensors weights, if they are read, and files beside them that an
     export can hold.
     """
+    from megatron_gspo.models.companions import companions  # imports torch
+
     weights = Path(path)
     try:
         companions(weights)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from megatron_gspo.config.config_error import ConfigError
 from megatron_gspo.config.quantization_section import QuantizationConfig
 from megatron_gspo.config.rollout_sections import RolloutConfig
 from megatron_gspo.models.config_defaults import HFConfig
-from megatron_gspo.models.families import family_of
 from megatron_gspo.models.model_shape import ModelError
-from megatron_gspo.models.quantization.module_list import ModuleListError
-from megatron_gspo.models.quantization.plan import QuantizationPlan, quantization_plan
+
+if TYPE_CHECKING:
+    from megatron_gspo.models.quantization.plan import QuantizationPlan
 
 KEY = "rollout.quantization"
 
@@ -34,6 +36,11 @@ def resolve_quantization(section: QuantizationConfig, hf: HFConfig) -> Quantizat
     lists that do not go with it."""
     if not section.is_on:
         return None
+    # These import torch, which a config is read without.
+    from megatron_gspo.models.families import family_of
+    from megatron_gspo.models.quantization.module_list import ModuleListError
+    from megatron_gspo.models.quantization.plan import quantization_plan
+
     try:
         family, shape = family_of(hf)
     except ModelError:  # has a message of its own

@@ -7,13 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import yaml
 from annotated_types import Ge
 
-from megatron_gspo.algorithms.advantage_estimators import check_advantages
-from megatron_gspo.algorithms.surrogate import check_surrogate
 from megatron_gspo.config.agents_checks import (
     check_agent_files,
     check_agents,
@@ -88,7 +86,9 @@ from megatron_gspo.config.training_sections import (
     TrainingConfig,
 )
 from megatron_gspo.config.validate import STRICT, validate
-from megatron_gspo.models.quantization.plan import QuantizationPlan
+
+if TYPE_CHECKING:
+    from megatron_gspo.models.quantization.plan import QuantizationPlan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,6 +143,10 @@ class Config:
         Raises ConfigError.
         """
         self.check_sizes(world_size)
+        # These import torch, which reading a config does without.
+        from megatron_gspo.algorithms.advantage_estimators import check_advantages
+        from megatron_gspo.algorithms.surrogate import check_surrogate
+
         check_surrogate(self.algorithm)
         check_advantages(self.algorithm)
         check_run_dir(self.run_dir, self.checkpoint.resume)

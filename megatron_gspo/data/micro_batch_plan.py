@@ -9,14 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
+from typing import NamedTuple
 
 import numpy as np
 
-from megatron_gspo.data.schedule import Schedule, padded_length, schedule
+from megatron_gspo.data.schedule import Schedule, padded_length, schedule, step_targets
 
 Rows = Sequence[int]
 
-# Largest ratio of a mini-batch's step_tokens to those of a schedule that ignores homes.
+# Largest ratio of a mini-batch's step_cost to that of a schedule that ignores homes.
 _LONGER = 1.02
 
 
@@ -77,9 +79,9 @@ class MicroBatchPlan:
     packed_tokens: int
     """Tokens of all micro-batches with padding."""
 
-    step_tokens: int
-    """Packed tokens of the longest micro-batch of each step, summed: replicas wait for each
-    other."""
+    step_cost: float
+    """Cost of the costliest micro-batch of each step, summed: replicas wait for each other. A token
+    of padding costs as much as the mean token."""
 
     def replica_of(self) -> np.ndarray:
         """[n]: the replica of each sequence."""
@@ -102,30 +104,34 @@ class MicroBatchPlan:
 
 
 def plan_micro_batches(
-    lengths: np.ndarray, rules: PackingRules, replica: np.ndarray | None = None
+    lengths: np.ndarray,
+    rules: PackingRules,
+    replica: np.ndarray | None = None,
+    *,
+    costs: np.ndarray | None = None,
 ) -> MicroBatchPlan:
     """The micro-batches of sequences of `lengths` [n] tokens.
 
-    replica: [n], where the sequences are; None: chosen here, so that the replicas' loads are level.
+    replica: [n], where the sequences are; None: chosen here, so that the replicas' costs are level.
+    costs: [n] integers from 1, what a sequence costs in any unit; None: its padded tokens.
     Raises ValueError for a sequence that is longer than a micro-batch.
     """
     padded = rules.padded(lengths)
-    rows = _free(padded, rules) if replica is None else _assigned(padded, rules, replica)
+    costs = padded if costs is None else costs
+    if replica is None:
+        rows = _free(padded, costs, rules)
+    else:
+        rows = _assigned(padded, costs, rules, replica)
     multiple = rules.total_multiple
-    # Packed tokens by replica and micro-batch; an empty one has the dummy's.
-    totals = np.array(
-        [
-            [
-                max(padded_length(int(padded[micro_batch].sum()), multiple), multiple)
-                for micro_batch in micro_batches
-            ]
-            for micro_batches in rows
-        ]
-    )
+    # By replica and micro-batch; an empty one has the tokens of the dummy.
+    tokens = _sums(padded, rows)
+    totals = np.maximum(-(-tokens // multiple), 1) * multiple
     longest = int(totals.max())
     if rules.same_length:
         totals[:] = longest
         multiple = longest
+    padding_cost = (totals - tokens) * (costs.sum() / max(padded.sum(), 1))
+    step_costs = (_sums(costs, rows) + padding_cost).max(axis=0)
     return MicroBatchPlan(
         rows=rows,
         seq_length=longest,
@@ -133,7 +139,7 @@ def plan_micro_batches(
         total_multiples=(multiple,) * len(rows[0]),
         real_tokens=int(np.sum(lengths)),
         packed_tokens=int(totals.sum()),
-        step_tokens=int(totals.max(axis=0).sum()),
+        step_cost=float(step_costs.sum()),
     )
 
 
@@ -147,7 +153,7 @@ def joined(plans: Sequence[MicroBatchPlan]) -> MicroBatchPlan:
         total_multiples=tuple(multiple for plan in plans for multiple in plan.total_multiples),
         real_tokens=sum(plan.real_tokens for plan in plans),
         packed_tokens=sum(plan.packed_tokens for plan in plans),
-        step_tokens=sum(plan.step_tokens for plan in plans),
+        step_cost=sum(plan.step_cost for plan in plans),
     )
 
 
@@ -156,143 +162,192 @@ def plan_passes(
     epochs: Sequence[Sequence[Rows]],
     rules: PackingRules,
     homes: np.ndarray | None,
+    *,
+    costs: np.ndarray | None = None,
 ) -> tuple[np.ndarray, list[list[MicroBatchPlan]]]:
     """[n] int32: the replica that trains each sequence, and [pass][mini-batch] the micro-batches.
     Every mini-batch is level over the replicas.
 
-    A sequence stays at home unless one of its mini-batches would be above its share of the load
-    there: longest first, so that short ones move, to the replica that has most room. With one pass,
-    a mini-batch whose steps would be more than 2 % longer than with a schedule that ignores homes
-    gets that schedule.
+    A sequence stays at home unless one of its mini-batches would be above its share of the cost
+    there: costliest first, so that cheap ones move, to the replica that has most room. With one
+    pass, a mini-batch whose steps would cost 2 % more than with a schedule that ignores homes gets
+    that schedule.
 
     Args:
         lengths: [n] tokens of each sequence.
         epochs: [pass][mini-batch] -> positions; every pass has each sequence once.
         homes: [n] replica that has the sequence now; None: all replicas have all.
+        costs: [n] as in `plan_micro_batches`.
     """
+    if costs is None:
+        costs = rules.padded(lengths)
     replica = np.zeros(len(lengths), dtype=np.int32)
     if homes is None and len(epochs) == 1:
-        free_plans = [plan_micro_batches(lengths[rows], rules) for rows in epochs[0]]
+        free_plans = [
+            plan_micro_batches(lengths[rows], rules, costs=costs[rows]) for rows in epochs[0]
+        ]
         for rows, plan in zip(epochs[0], free_plans, strict=True):
             replica[rows] = plan.replica_of()
         return replica, [free_plans]
     if rules.replicas > 1:
-        sizes = rules.padded(lengths)
-        if rules.micro_batch_size is not None:
-            sizes = np.ones(len(lengths), dtype=np.int64)
-        replica = _near_home(sizes, epochs, rules.replicas, homes)
+        if rules.micro_batch_size is None:
+            loads = [_Load(costs), _Load(rules.padded(lengths), multiple=rules.budget)]
+        else:
+            loads = [_Load(np.ones(len(lengths), dtype=np.int64))]
+        replica = _near_home(loads, epochs, rules.replicas, homes)
     plans = [
-        [plan_micro_batches(lengths[rows], rules, replica[rows]) for rows in batches]
+        [
+            plan_micro_batches(lengths[rows], rules, replica[rows], costs=costs[rows])
+            for rows in batches
+        ]
         for batches in epochs
     ]
     if len(epochs) > 1 or rules.replicas == 1:
         return replica, plans
     for number, rows in enumerate(epochs[0]):
-        free_plan = plan_micro_batches(lengths[rows], rules)
-        if plans[0][number].step_tokens > _LONGER * free_plan.step_tokens:
+        free_plan = plan_micro_batches(lengths[rows], rules, costs=costs[rows])
+        if plans[0][number].step_cost > _LONGER * free_plan.step_cost:
             plans[0][number] = free_plan
             replica[rows] = free_plan.replica_of()
     return replica, plans
 
 
+class _Load(NamedTuple):
+    """What is shared among the replicas."""
+
+    values: np.ndarray
+    """[n] int64 of each sequence."""
+
+    multiple: int = 1
+    """A replica's share is rounded up to this: tokens to whole micro-batches."""
+
+
 def _near_home(
-    sizes: np.ndarray, epochs: Sequence[Sequence[Rows]], replicas: int, homes: np.ndarray | None
+    loads: Sequence[_Load],
+    epochs: Sequence[Sequence[Rows]],
+    replicas: int,
+    homes: np.ndarray | None,
 ) -> np.ndarray:
-    """[n] int32: each sequence's home where all of its mini-batches have room for it there,
-    else another replica.
+    """[n] int32: each sequence's home where all of its mini-batches have room for its loads there,
+    else another replica. Those with the largest first load choose first.
     """
-    # [passes, n]: the mini-batch of each sequence in each pass.
-    mini_batch = np.empty((len(epochs), len(sizes)), dtype=np.int64)
-    for epoch, batches in enumerate(epochs):
-        for number, rows in enumerate(batches):
-            mini_batch[epoch, rows] = number
-    count = int(mini_batch.max(initial=0)) + 1
-    passes = np.arange(len(epochs))
-    totals = np.array(
-        [np.bincount(numbers, weights=sizes, minlength=count) for numbers in mini_batch]
-    )
-    # [passes, mini-batches, replicas]: what a replica may still take of a mini-batch.
-    shares = np.ceil(totals / replicas).astype(np.int64)
+    # [loads * passes, n]: the load and the mini-batch of each sequence.
+    values = np.repeat([load.values for load in loads], len(epochs), axis=0)
+    mini_batch = np.empty_like(values)
+    for row in range(len(values)):
+        for number, positions in enumerate(epochs[row % len(epochs)]):
+            mini_batch[row, positions] = number
+    rows = np.arange(len(values))
+    totals = np.zeros((len(values), int(mini_batch.max(initial=0)) + 1), dtype=np.int64)
+    np.add.at(totals, (rows[:, None], mini_batch), values)
+    multiples = np.repeat([load.multiple for load in loads], len(epochs))[:, None]
+    shares = -(-totals // (replicas * multiples)) * multiples
+    # [loads * passes, mini-batches, replicas]: what a replica may still take of a mini-batch.
     room = np.repeat(shares[:, :, None], replicas, axis=2)
-    replica = np.zeros(len(sizes), dtype=np.int32) if homes is None else homes.astype(np.int32)
-    leaving = np.argsort(-sizes, kind="stable").tolist()
-    if homes is not None:
-        at_home = (passes[:, None] * count + mini_batch) * replicas + replica
-        leaving = _take_at_home(sizes.tolist(), leaving, at_home, room)
-    for i in leaving:
-        room_of_replicas = room[passes, mini_batch[:, i]]
-        most_room_first = np.lexsort((-room_of_replicas.sum(0), -room_of_replicas.min(0)))
+    count = len(loads[0].values)
+    replica = np.zeros(count, dtype=np.int32) if homes is None else homes.astype(np.int32)
+    order = np.argsort(-loads[0].values, kind="stable")
+    # Placed last, those that fit nowhere would meet replicas that are full.
+    fits_nowhere = (values > shares[rows[:, None], mini_batch]).any(axis=0)[order]
+    leaving = order[~fits_nowhere].tolist()
+
+    def place(i: int) -> None:
+        """Where most room is left, at home in a tie."""
+        numbers = mini_batch[:, i]
+        share_left = room[rows, numbers] / shares[rows, numbers, None]
+        is_away = np.arange(replicas) != replica[i]
+        most_room_first = np.lexsort((is_away, -share_left.sum(0), -share_left.min(0)))
         replica[i] = most_room_first[0]
-        room[passes, mini_batch[:, i], replica[i]] -= sizes[i]
+        room[rows, numbers, replica[i]] -= values[:, i]
+
+    for i in order[fits_nowhere].tolist():
+        place(i)
+    if homes is not None:
+        at_home = (rows[:, None] * totals.shape[1] + mini_batch) * replicas + replica
+        leaving = _take_at_home(values.T.tolist(), leaving, at_home, room)
+    for i in leaving:
+        place(i)
     return replica
 
 
 def _take_at_home(
-    sizes: list[int], order: list[int], at_home: np.ndarray, room: np.ndarray
+    loads: list[list[int]], order: list[int], at_home: np.ndarray, room: np.ndarray
 ) -> list[int]:
-    """Take the sequences' sizes, in this order, from the room at home while there is enough;
+    """Take the sequences' loads, in this order, from the room at home while there is enough;
     returns those without it.
 
-    at_home: [passes, n] where a sequence's room at home is in the flattened room. The work is on
-    lists, since numpy costs more for a number at a time.
+    loads: [n][loads * passes]. at_home: [loads * passes, n] where a sequence's room at home is in
+    the flattened room. The work is on lists, since numpy costs more for a number at a time.
     """
     flat_room = room.reshape(-1).tolist()
     missing = []
     indices_of = at_home.T.tolist()
     for i in order:
-        if all(flat_room[index] >= sizes[i] for index in indices_of[i]):
-            for index in indices_of[i]:
-                flat_room[index] -= sizes[i]
+        taken = list(zip(indices_of[i], loads[i], strict=True))
+        if all(flat_room[index] >= load for index, load in taken):
+            for index, load in taken:
+                flat_room[index] -= load
         else:
             missing.append(i)
     room.reshape(-1)[:] = flat_room
     return missing
 
 
-def _free(padded: np.ndarray, rules: PackingRules) -> Schedule:
+def _free(padded: np.ndarray, costs: np.ndarray, rules: PackingRules) -> Schedule:
     if rules.micro_batch_size is None:
         return schedule(
             padded.tolist(),
             num_ranks=rules.replicas,
             max_tokens=rules.budget,
+            costs=costs.tolist(),
             multiple_of=rules.count_multiple,
         )
     return _fixed(len(padded), rules.replicas, rules.micro_batch_size, rules.count_multiple)
 
 
-def _assigned(padded: np.ndarray, rules: PackingRules, replica: np.ndarray) -> Schedule:
-    """Each replica packs its own, all into as many micro-batches as the one that needs most."""
+def _assigned(
+    padded: np.ndarray, costs: np.ndarray, rules: PackingRules, replica: np.ndarray
+) -> Schedule:
+    """Each replica packs its own, all into as many micro-batches as the one that needs most, and
+    each with the same target for a step."""
     if rules.micro_batch_size is None and padded.size and padded.max() > rules.budget:
-        _free(padded, rules)  # raises, with the position among all
+        _free(padded, costs, rules)  # raises, with the position among all
     rows_of = [np.flatnonzero(replica == r) for r in range(rules.replicas)]
-    alone = [_alone(padded[rows], rules, 1) for rows in rows_of]
-    count = max(map(len, alone))
-    plans = [
-        bins if len(bins) == count else _alone(padded[rows], rules, count)
-        for rows, bins in zip(rows_of, alone, strict=True)
-    ]
-    # Bins that could not be levelled: empty ones make up the number.
-    if len({len(plan) for plan in plans}) > 1:
-        count = max(map(len, plans))
-        plans = [plan + [[] for _ in range(count - len(plan))] for plan in plans]
+    if rules.micro_batch_size is not None:
+        size = rules.micro_batch_size
+        plans = [_fixed(len(rows), 1, size, rules.count_multiple)[0] for rows in rows_of]
+    else:
+        fewest = max(int(-(-padded[rows].sum() // rules.budget)) for rows in rows_of)
+        count = padded_length(max(fewest, 1), rules.count_multiple)
+        targets = step_targets([costs[rows] for rows in rows_of], count)
+        plans = [
+            schedule(
+                padded[rows].tolist(),
+                num_ranks=1,
+                max_tokens=rules.budget,
+                costs=costs[rows].tolist(),
+                multiple_of=rules.count_multiple,
+                targets=targets,
+            )[0]
+            for rows in rows_of
+        ]
+    # Empty ones make up the number where some could not be levelled.
+    count = max(map(len, plans))
+    plans = [plan + [[] for _ in range(count - len(plan))] for plan in plans]
     return [
         [rows[micro_batch].tolist() for micro_batch in plan]
         for rows, plan in zip(rows_of, plans, strict=True)
     ]
 
 
-def _alone(padded: np.ndarray, rules: PackingRules, at_least: int) -> list[list[int]]:
-    if rules.micro_batch_size is not None:
-        [bins] = _fixed(len(padded), 1, rules.micro_batch_size, rules.count_multiple)
-        return bins + [[] for _ in range(at_least - len(bins))]
-    [bins] = schedule(
-        padded.tolist(),
-        num_ranks=1,
-        max_tokens=rules.budget,
-        multiple_of=rules.count_multiple,
-        at_least=at_least,
-    )
-    return bins
+def _sums(values: np.ndarray, rows: Schedule) -> np.ndarray:
+    """[replica, micro-batch] int64: the sum of the sequences' values."""
+    micro_batches = [micro_batch for of_replica in rows for micro_batch in of_replica]
+    counts = np.array(list(map(len, micro_batches)))
+    ends = np.concatenate([[0], np.cumsum(counts)])
+    positions = np.fromiter(chain.from_iterable(micro_batches), dtype=np.int64, count=ends[-1])
+    running = np.concatenate([[0], np.cumsum(values[positions])])
+    return (running[ends[1:]] - running[ends[:-1]]).reshape(len(rows), -1)
 
 
 def _fixed(count: int, num_ranks: int, size: int, multiple_of: int) -> Schedule:

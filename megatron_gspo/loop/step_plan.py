@@ -14,7 +14,9 @@ from megatron_gspo.data.micro_batch_plan import (
     plan_micro_batches,
     plan_passes,
 )
-from megatron_gspo.data.sample_batch import BatchTable
+from megatron_gspo.data.sample_batch import BatchTable, SampleBatch
+from megatron_gspo.models.flops import forward_flops
+from megatron_gspo.models.model_shape import ModelShape
 
 
 def mini_batches(count: int, size: int, *, seed: int, step: int, epoch: int) -> list[list[int]]:
@@ -41,6 +43,9 @@ class StepPlan:
     without a gradient take these, because the shape of a micro-batch moves log-probs in low
     precision: so a ratio differs from 1 by the weights alone."""
 
+    costs: np.ndarray | None = None
+    """[N], the cost of each sample (`sample_costs`); None: its tokens."""
+
     @property
     def repacked(self) -> float:
         """Share of the later epochs' micro-batches that are none of the first epoch's."""
@@ -54,13 +59,46 @@ class StepPlan:
     def of_samples(self, batch: BatchTable, positions: list[int]) -> MicroBatchPlan:
         """Micro-batches of some samples of the rollout batch, on their replicas."""
         lengths = batch.packing_lengths(self.rules.sequence_multiple)[positions]
-        return plan_micro_batches(lengths, self.rules, self.replica[positions])
+        costs = None if self.costs is None else self.costs[positions]
+        return plan_micro_batches(lengths, self.rules, self.replica[positions], costs=costs)
+
+
+def sample_costs(batch: SampleBatch, shape: ModelShape) -> np.ndarray:
+    """[N] int64: 1000 floating-point operations of a forward pass over each sample, the same on
+    every rank. A collective of the batch's group where a sample has several rows, whose lengths
+    only its holder knows.
+    """
+    table = batch.table
+    scored = np.where(table["turns"] > 0, table["turn_tokens"], table["response_length"])
+    flops = forward_flops(shape, batch.lengths, scored).total
+    several = table["rows"] > 1
+    if several.any():
+        of_rows = np.zeros(len(batch))
+        for position, sample in batch.held.items():
+            if sample.row_lengths is not None:
+                scored_of_row = np.zeros(sample.num_rows)
+                scored_of_row[0] = scored[position]  # in which row does not matter
+                flops_of_row = forward_flops(shape, sample.row_lengths, scored_of_row)
+                of_rows[position] = flops_of_row.total.sum()
+        flops = np.where(several, batch.largest(of_rows), flops)
+    return np.maximum(flops / 1000, 1).astype(np.int64)
 
 
 def plan_step(
-    batch: BatchTable, homes: np.ndarray | None, config: Config, rules: PackingRules, step: int
+    batch: BatchTable,
+    homes: np.ndarray | None,
+    config: Config,
+    rules: PackingRules,
+    step: int,
+    *,
+    costs: np.ndarray | None = None,
 ) -> StepPlan:
-    """The plan of a rollout batch whose samples are in the replicas `homes` [N]; None: in all."""
+    """The plan of a rollout batch.
+
+    Args:
+        homes: [N] the replicas that have the samples; None: all have all.
+        costs: [N] of the samples (`sample_costs`); None: their tokens.
+    """
     training = config.training
     lengths = batch.packing_lengths(rules.sequence_multiple)
     epochs = [
@@ -69,7 +107,7 @@ def plan_step(
         )
         for epoch in range(training.ppo_epochs)
     ]
-    replica, plans = plan_passes(lengths, epochs, rules, homes)
+    replica, plans = plan_passes(lengths, epochs, rules, homes, costs=costs)
     first_epoch = joined(
         [plan.within(positions) for positions, plan in zip(epochs[0], plans[0], strict=True)]
     )
@@ -78,7 +116,7 @@ def plan_step(
         for batches, packed in zip(epochs, plans, strict=True)
         for positions, plan in zip(batches, packed, strict=True)
     ]
-    return StepPlan(rules, replica, updates, first_epoch)
+    return StepPlan(rules, replica, updates, first_epoch, costs)
 
 
 def _shapes(plan: MicroBatchPlan) -> list[tuple[tuple[int, ...], int]]:

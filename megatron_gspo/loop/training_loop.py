@@ -42,7 +42,7 @@ from megatron_gspo.loop.sample_metrics import (
     source_metrics,
 )
 from megatron_gspo.loop.setup import Components, build_components
-from megatron_gspo.loop.step_plan import plan_step
+from megatron_gspo.loop.step_plan import plan_step, sample_costs
 from megatron_gspo.loop.stop_signal import stop_on_signal
 from megatron_gspo.loop.throughput import (
     StepWork,
@@ -203,7 +203,8 @@ def train_step(
     groups = run.policy.groups
     rules = packing_rules(config.training, run.policy.config, groups)
     homes = replica_homes(rollout.batch, groups.dp)
-    plan = plan_step(rollout.batch, homes, config, rules, step)
+    costs = sample_costs(rollout.batch, run.policy.shape)
+    plan = plan_step(rollout.batch, homes, config, rules, step, costs=costs)
     routing.check_rollout_routes(rollout.batch)
     with timers("exchange"):
         batch = move_samples(rollout.batch, plan.replica, groups, routes=routing.shape)

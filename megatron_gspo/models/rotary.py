@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,8 @@ class Rotary:
 
         In float32 like those of Transformers.
         """
+        import torch  # not at the top: configs are read without it
+
         plain = 1.0 / self.base ** (torch.arange(0, self.dim, 2, dtype=torch.float32) / self.dim)
         if self.yarn is None:
             return plain

@@ -37,7 +37,10 @@ a = group_advantages(torch.tensor([1.0, 0.0]), torch.tensor([0, 0]))
 loss, metrics = policy_loss(preset("gspo"), log_probs=x.clone().requires_grad_(), old_log_probs=x,
                             advantages=a[ids], loss_mask=torch.ones(4), segment_ids=ids, num_sequences=2)
 loss.backward()
-others = sorted(m for m in sys.modules if m.startswith("megatron_gspo.") and ".algorithms" not in m)
+own = (".algorithms", ".objectives")
+others = sorted(
+    m for m in sys.modules if m.startswith("megatron_gspo.") and not any(part in m for part in own)
+)
 print("imported", others)
 """
 

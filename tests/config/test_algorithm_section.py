@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from megatron_gspo.algorithms import PRESETS, Objective, preset
-from megatron_gspo.algorithms.presets import CORRECTIONS
 from megatron_gspo.config import AlgorithmConfig, Config
 from megatron_gspo.config.algorithm_section import with_preset
+from megatron_gspo.objectives.presets import CORRECTIONS
 from tests.config.building import assert_refused, build
 
 

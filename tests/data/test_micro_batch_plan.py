@@ -117,7 +117,7 @@ def test_sequences_move_only_where_balance_requires_it():
     moved = lengths[replica != homes].sum() / lengths.sum()
     assert 0 < moved < 0.08, moved
     for positions, plan in zip(map(np.array, epochs[0]), plans[0], strict=True):
-        assert plan.step_tokens <= 1.02 * plan_micro_batches(lengths[positions], rules).step_tokens
+        assert plan.step_cost <= 1.02 * plan_micro_batches(lengths[positions], rules).step_cost
     equal, plans = plan_passes(
         np.full(64, 100), epochs_of(64, 64, 1), PackingRules(8, 800), np.arange(64) // 8
     )
@@ -133,7 +133,7 @@ def test_a_mini_batch_that_homes_would_slow_down_is_scheduled_without_them():
     rules = PackingRules(3, 10)
     epochs = [[list(range(6))]]
     replica, [[plan]] = plan_passes(lengths, epochs, rules, homes)
-    assert plan.step_tokens == 10 and len(plan.rows[0]) == 1
+    assert plan.step_cost == 10 and len(plan.rows[0]) == 1
     assert np.array_equal(plan.replica_of(), replica)
 
 
@@ -142,9 +142,9 @@ def test_the_tokens_of_the_steps_are_those_of_the_slowest_replica():
     replica = np.array([0, 0, 1, 1])
     plan = plan_micro_batches(lengths, PackingRules(2, 8, total_multiple=4), replica)
     assert plan.rows == [[[0], [1]], [[2], [3]]]
-    assert plan.step_tokens == 8 + 8, "5 and 2 are padded to 8 and 4"
+    assert plan.step_cost == 8 + 8, "5 and 2 are padded to 8 and 4"
     same = plan_micro_batches(lengths, PackingRules(2, 8, same_length=True), replica)
-    assert same.step_tokens == 8 + 8
+    assert same.step_cost == 8 + 8
 
 
 @pytest.mark.parametrize("passes", [1, 2])
@@ -172,4 +172,4 @@ def test_plans_of_mini_batches_are_joined_in_their_order():
     plan = joined([plan.within(rows) for plan, rows in zip(plans, positions, strict=True)])
     assert plan.rows == [[[0], [3]], [[1, 2], [4]]]
     assert (plan.seq_length, plan.total_multiples) == (8, (8, 7))
-    assert (plan.real_tokens, plan.packed_tokens, plan.step_tokens) == (25, 2 * 8 + 2 * 7, 8 + 7)
+    assert (plan.real_tokens, plan.packed_tokens, plan.step_cost) == (25, 2 * 8 + 2 * 7, 8 + 7)

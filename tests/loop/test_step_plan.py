@@ -3,11 +3,15 @@
 from dataclasses import replace
 
 import numpy as np
+import pytest
 
 from megatron_gspo.config import Config
 from megatron_gspo.data.micro_batch_plan import PackingRules, plan_micro_batches
-from megatron_gspo.data.sample_batch import ROW, BatchTable
-from megatron_gspo.loop.step_plan import StepPlan, mini_batches, plan_step
+from megatron_gspo.data.sample_batch import ROW, BatchTable, SampleBatch
+from megatron_gspo.loop.step_plan import StepPlan, mini_batches, plan_step, sample_costs
+from tests.loop.episodes import episode
+from tests.support.model_shapes import dense_shape
+from tests.support.samples import make_sample
 from tests.support.training_runs import base_config
 
 
@@ -90,3 +94,35 @@ def test_micro_batches_of_another_length_are_repacked():
     same = StepPlan(first, np.zeros(2), [(positions, plan), (positions, plan)], plan)
     other = replace(same, updates=[(positions, plan), (positions, longer)])
     assert (same.repacked, other.repacked) == (0.0, 1.0)
+
+
+def test_the_cost_of_a_sample_by_hand():
+    """A layer has 8 * (8 + 8 + 8) weights in attention and 8 * 18 in its MLP, and 2 heads of 4."""
+    shape = dense_shape(num_layers=1000, moe_layers=(False,) * 1000)
+
+    def cost(*rows, scored):
+        attention = sum(2 * 2 * (4 + 4) * length * (length + 1) // 2 for length in rows)
+        head = 2 * 10 * 8 * scored
+        return 2 * (8 * 24 + 8 * 18) * sum(rows) + attention + head // 1000
+
+    branches = make_sample(3, 8, row_lengths=np.array([4, 7]))
+    batch = SampleBatch.of([make_sample(2, 5), episode(1.0, 0.0), branches])
+    expected = [cost(7, scored=5), cost(6, scored=4), cost(4, 7, scored=8)]
+    assert sample_costs(batch, shape).tolist() == pytest.approx(expected, abs=1)
+
+
+def test_a_step_is_balanced_by_cost_and_keeps_the_branches_of_a_run_together():
+    """Of equal tokens, a run of 8 branches costs less than one sequence: two runs meet one."""
+    shape = dense_shape(num_layers=100, moe_layers=(False,) * 100, ffn_hidden_size=1, hidden_size=1)
+    branches = np.full(8, 125)
+    runs = [make_sample(1, 999, row_lengths=branches, sample_index=i) for i in range(4)]
+    batch = SampleBatch.of([*runs, make_sample(1, 999), make_sample(1, 999)])
+    training = {"global_batch_size": 16}
+    config = Config.from_dict(base_config("model", "run", training=training))
+    rules = PackingRules(3, 4000)
+    by_tokens = plan_step(batch, None, config, rules, 0)
+    by_cost = plan_step(batch, None, config, rules, 0, costs=sample_costs(batch, shape))
+    assert np.bincount(by_tokens.replica).tolist() == [2, 2, 2]
+    assert sorted(by_cost.first_epoch.rows) == [[[0, 1, 2, 3]], [[4]], [[5]]]
+    same = by_cost.of_samples(batch, list(range(6)))
+    assert same.rows == by_cost.first_epoch.rows

@@ -23,8 +23,8 @@ from megatron_gspo.algorithms import (
     token_importance_weights,
     token_rejection_mask,
 )
-from megatron_gspo.algorithms.presets import CORRECTIONS
 from megatron_gspo.algorithms.segments import Segments
+from megatron_gspo.objectives.presets import CORRECTIONS
 
 from .batch import Padded, Result, assert_same, make_batch, ours
 

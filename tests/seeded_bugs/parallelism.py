@@ -8,11 +8,29 @@ PARALLELISM = (
     SeededBug(
         name="old log-probs in micro-batches of the whole rollout batch",
         file="megatron_gspo/loop/step_plan.py",
-        before="return StepPlan(rules, replica, updates, first_epoch)",
+        before="return StepPlan(rules, replica, updates, first_epoch, costs)",
         after=(
-            "return StepPlan(rules, replica, updates, plan_micro_batches(lengths, rules, replica))"
+            "return StepPlan(rules, replica, updates, plan_micro_batches(lengths, rules, replica),"
+            " costs)"
         ),
         test="tests/loop/test_first_update.py::test_ratios_are_exactly_1_where_no_weight_has_changed[none]",
+    ),
+    SeededBug(
+        name="replicas and micro-batches are balanced by tokens",
+        file="megatron_gspo/loop/step_plan.py",
+        before="plan_passes(lengths, epochs, rules, homes, costs=costs)",
+        after="plan_passes(lengths, epochs, rules, homes)",
+        test=(
+            "tests/loop/test_step_plan.py::"
+            "test_a_step_is_balanced_by_cost_and_keeps_the_branches_of_a_run_together"
+        ),
+    ),
+    SeededBug(
+        name="an exchange for level costs fills a micro-batch above the budget of tokens",
+        file="megatron_gspo/data/schedule.py",
+        before="-heavy.room <= longer <= light.room",
+        after="True",
+        test="tests/data/test_schedule.py::test_invariants_with_costs",
     ),
     SeededBug(
         name="updates score trained tokens alone, passes before them all",

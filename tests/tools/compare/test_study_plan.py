@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import yaml
 
-from megatron_gspo.algorithms.presets import PRESETS
 from megatron_gspo.config import ConfigError, load_config
 from megatron_gspo.config.load import apply_overrides
+from megatron_gspo.objectives.presets import PRESETS
 from megatron_gspo.tools.compare.study_plan import (
     argument,
     load_comparison,

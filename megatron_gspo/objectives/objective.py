@@ -8,13 +8,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
-from .advantages import AdvantageBaseline, AdvantageStd
 from .objective_checks import ADVANTAGE_ESTIMATORS, SURROGATE_FIELDS, check_objective
 from .presets import PRESETS
 
 ImportanceSamplingLevel = Literal["token", "sequence", "sequence_token", "geometric_mean", "none"]
 LossAggMode = Literal["seq-mean-token-mean", "token-mean", "seq-mean-token-sum-norm"]
 KLLossType = Literal["k1", "k2", "k3"]
+AdvantageStd = Literal["sample", "population", "none"]
+AdvantageBaseline = Literal["mean", "leave_one_out"]
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,1 @@
+"""Objectives as data, without torch: what configs and worker processes read of them."""
