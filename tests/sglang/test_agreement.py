@@ -35,7 +35,7 @@ from tests.support.transformers_reference import load_reference, response_log_pr
 
 @pytest.fixture(scope="module")
 def engine(sglang_url: str, sglang_model: str) -> Iterator[ServerEngine]:
-    engine = engine_on([sglang_url], sglang_model)
+    engine = engine_on([sglang_url], sglang_model, top_log_probs=8)
     engine.update_weights(checkpoint_stream(sglang_model), version=0)
     yield engine
     engine.close()
@@ -64,6 +64,7 @@ def test_transformers_scores_them_alike_and_takes_the_same_routes(
     samples: list[Sample], sglang_model: str
 ) -> None:
     assert all(sample.missing_routes is None for sample in samples)
+    assert all(sample.rollout_top_ids.shape[1] == 8 for sample in samples)
     assert sum(np.prod(sample.routed_experts.shape[:2]) for sample in samples) > 7_500
     assert_agrees(samples, load_reference(sglang_model), temperature=0.8)
 

@@ -36,6 +36,7 @@ def engine_on(
     *,
     kind: str = "sglang",
     routes: bool = True,
+    top_log_probs: int = 0,
     weight_transport: str = "tensor",
     folder: Path | None = None,
     **settings: object,
@@ -46,7 +47,12 @@ def engine_on(
     """
     shape = family_of(read_config(model))[1]
     tokenizer = AutoTokenizer.from_pretrained(model, local_files_only=True)
-    served = ServedModel(shape, stop_ids(model, tokenizer, shape.vocab_size), return_routes=routes)
+    served = ServedModel(
+        shape,
+        stop_ids(model, tokenizer, shape.vocab_size),
+        return_routes=routes,
+        top_log_probs=top_log_probs,
+    )
     given = dict(
         request_timeout=60.0,
         response_timeout=1800.0,

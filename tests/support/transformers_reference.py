@@ -69,6 +69,17 @@ def load_reference(path: str) -> torch.nn.Module:
     return model.train()
 
 
+def response_distributions(
+    model: torch.nn.Module, sample: Sample, temperature: float = 1.0
+) -> Tensor:
+    """Log-probs of the whole vocabulary at the response tokens of a sample of one row, float64
+    ``[R, V]``."""
+    tokens = torch.from_numpy(sample.tokens)[None]
+    with replayed(model, sample.routed_experts, sample.missing_routes):
+        logits = model(input_ids=tokens, use_cache=False).logits[0, sample.prompt_length - 1 : -1]
+    return torch.log_softmax(logits / temperature, dim=-1)
+
+
 def response_log_probs(
     model: torch.nn.Module, sample: Sample, temperature: float = 1.0
 ) -> tuple[Tensor, Tensor]:
@@ -76,15 +87,10 @@ def response_log_probs(
     float64 ``[R]``; 0 for the first token of a later row, which nothing predicts."""
     if sample.row_lengths is not None:
         return _log_probs_of_rows(model, sample, temperature)
-    tokens = torch.from_numpy(sample.tokens)[None]
-    with replayed(model, sample.routed_experts, sample.missing_routes):
-        logits = (
-            model(input_ids=tokens, use_cache=False).logits[0, sample.prompt_length - 1 : -1]
-            / temperature
-        )
-    log_softmax = torch.log_softmax(logits, dim=-1)
+    log_softmax = response_distributions(model, sample, temperature)
+    tokens = torch.from_numpy(sample.tokens)
     entropy = -(log_softmax.exp() * log_softmax).sum(-1)
-    log_probs = log_softmax.gather(1, tokens[0, sample.prompt_length :, None])[:, 0]
+    log_probs = log_softmax.gather(1, tokens[sample.prompt_length :, None])[:, 0]
     if sample.support_ids is not None:
         ends = np.cumsum(sample.support_lengths)[:-1]
         supports = np.split(sample.support_ids, ends)
@@ -130,9 +136,7 @@ def response_divergence(
 ) -> Tensor:
     """The divergence from a teacher at each response token, float64 ``[R]``, over the ids of the
     last two arguments ``[R, K]``: a loop."""
-    tokens = torch.from_numpy(sample.tokens)[None]
-    logits = model(input_ids=tokens, use_cache=False).logits[0, sample.prompt_length - 1 : -1]
-    log_softmax = torch.log_softmax(logits / temperature, dim=-1)
+    log_softmax = response_distributions(model, sample, temperature)
     share = distillation.forward_weight
     values = []
     for row, ids, teacher in zip(
@@ -158,12 +162,9 @@ def response_centering(
 ) -> Tensor:
     """The centering of each response token, float64 ``[R]``, over the ids of the last two arguments
     ``[R, K]``: a loop."""
-    tokens = torch.from_numpy(sample.tokens)[None]
-    with replayed(model, sample.routed_experts, sample.missing_routes):
-        logits = model(input_ids=tokens, use_cache=False).logits[0, sample.prompt_length - 1 : -1]
     values = []
     for row, ids, log_q in zip(
-        torch.log_softmax(logits / temperature, dim=-1),
+        response_distributions(model, sample, temperature),
         top_ids.tolist(),
         top_log_probs.tolist(),
         strict=True,

@@ -40,6 +40,7 @@ def engine(vllm_server: LocalServers, vllm_model: str) -> Iterator[ServerEngine]
         vllm_model,
         kind="vllm",
         routes=False,
+        top_log_probs=8,
         weight_transport="distributed",
         health_timeout=60.0,
     )
@@ -68,6 +69,7 @@ def samples(engine: ServerEngine, vllm_model: str) -> list[Sample]:
 
 def test_transformers_scores_them_alike(samples: list[Sample], vllm_model: str) -> None:
     assert {sample.finish_reason for sample in samples} >= {"length"}
+    assert all(sample.rollout_top_ids.shape[1] == 8 for sample in samples)
     assert_agrees(samples, load_reference(vllm_model), temperature=0.8)
 
 
