@@ -26,6 +26,7 @@ import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import wait
+from multiprocessing.forkserver import ensure_running
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +111,14 @@ def fork_server() -> Any:
         preloaded.append("megatron_gspo.mcore.process_groups")
     context.set_forkserver_preload([*preloaded, "tests.support.frozen_heap"])
     return context
+
+
+def start_fork_server() -> None:
+    """Start the server of `fork_server` now. A process has one: the conversion, which asks for one
+    of its own, would leave the tests after it a server that has loaded nothing of theirs.
+    """
+    fork_server()
+    ensure_running()
 
 
 def _join(processes: list[Any], folder: Path, timeout: float) -> None:

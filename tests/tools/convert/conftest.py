@@ -15,6 +15,7 @@ from megatron_gspo.mcore.checkpoint.checkpoint_metadata import (
 )
 from megatron_gspo.models import family_of, read_config
 from megatron_gspo.tools.convert.to_megatron import to_megatron
+from tests.support.distributed import start_fork_server
 from tests.support.tiny_models import save_tiny_model
 
 
@@ -28,6 +29,11 @@ class Converted:
     hugging_face: Path
     megatron: Path
     metadata: CheckpointMetadata
+
+
+@pytest.fixture(scope="package", autouse=True)
+def shared_fork_server() -> None:
+    start_fork_server()
 
 
 @pytest.fixture(scope="package")
