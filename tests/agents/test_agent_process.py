@@ -28,6 +28,7 @@ from megatron_gspo.errors import EngineError, InputError
 from megatron_gspo.rewards.scorer import FAILURE, RewardScorer
 from tests.agents.test_agent_host import AGENT, ENV, played, reply, request
 from tests.support.agent_endpoint import TOKENIZER, in_event_loop
+from tests.support.interrupts import hear_interrupts
 from tests.support.scripted_generator import ScriptedGenerator
 from tests.support.waiting import wait_for
 
@@ -218,6 +219,7 @@ def test_the_death_of_the_trainer_leaves_no_process(tmp_path: Path, number: int)
         stderr=subprocess.DEVNULL,
         text=True,
         start_new_session=True,
+        preexec_fn=hear_interrupts,
     )
     assert trainer.stdout is not None
     keeper = psutil.Process(int(trainer.stdout.readline()))

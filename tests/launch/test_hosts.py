@@ -16,6 +16,7 @@ import yaml
 
 from tests.bad_input.ranks import run_ranks
 from tests.fault_injection.bitwise_diff import first_difference
+from tests.support.interrupts import hear_interrupts
 from tests.support.network_hosts import Host, hosts, why_not
 from tests.support.ports import free_port
 from tests.support.training_runs import base_config, tiny_model
@@ -98,13 +99,6 @@ def launch(
             cwd=ROOT,
             preexec_fn=hear_interrupts,
         )
-
-
-def hear_interrupts() -> None:
-    """A shell that starts the tests in the background has them ignore SIGINT; inherited, that
-    can't be trapped.
-    """
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def wait_in_run(condition: Callable[[], bool], process: subprocess.Popen, log: Path) -> None:

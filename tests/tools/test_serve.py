@@ -14,11 +14,7 @@ import pytest
 from megatron_gspo.rollout.sglang.sglang_launch import SGLangLaunch
 from megatron_gspo.tools.serve import main
 from tests.servers.conftest import plan
-
-
-def _hear_interrupts() -> None:
-    """What a shell starts in the background ignores them, and so would its children."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+from tests.support.interrupts import hear_interrupts
 
 
 @contextmanager
@@ -38,7 +34,7 @@ def serving(launch: SGLangLaunch, *more: str) -> Iterator[subprocess.Popen[str]]
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        preexec_fn=_hear_interrupts,
+        preexec_fn=hear_interrupts,
     )
     try:
         yield process

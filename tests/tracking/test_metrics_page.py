@@ -116,6 +116,7 @@ def computed_names() -> set[str]:
     ids = torch.tensor([0, 0, 1, 1])
     names: set[str] = set()
     for name in PRESETS:
+        centred = {} if name == "sft" else {"centering": zeros, "centering_advantages": mask}
         options = {"kl_loss_coef": 0.1, "entropy_coef": 0.1}
         options |= (
             {} if name == "sft" else {"log_ratio_coef": 0.1, "off_policy_mask_threshold": 0.1}
@@ -123,7 +124,7 @@ def computed_names() -> set[str]:
         options |= {"dual_clip": 3.0} if name == "grpo" else {}
         _, metrics = call_policy_loss(
             complete_preset(name, **options),
-            log_probs=zeros,
+            log_probs=torch.zeros(4, requires_grad=True),
             old_log_probs=zeros,
             advantages=mask,
             loss_mask=mask,
@@ -133,6 +134,7 @@ def computed_names() -> set[str]:
             ref_log_probs=zeros,
             entropy=mask,
             divergence=zeros,
+            **centred,
         )
         names |= set(finish_metrics(metrics))
     mismatch = mismatch_metrics(zeros, zeros, mask, num_tokens=4)
