@@ -17,6 +17,7 @@ from megatron_gspo.mcore.policy import Policy, build_policy
 from megatron_gspo.mcore.train_step import forward_backward, pack_mini_batch
 from megatron_gspo.parallel import vocabulary_tiles
 from tests.equivalence.cases import make_samples
+from tests.equivalence.measure import MODELS
 from tests.support.configs import adam, micro_batches_of, model_config, parallel
 from tests.support.distributed import run_distributed
 from tests.support.parallel_groups import groups_of
@@ -71,7 +72,7 @@ def differences(
 )
 def test_gradients(tmp_path: Any, kind: str, sizes: dict[str, int]) -> None:
     """Heads with gates are left out by the kernel."""
-    path = save_tiny_model(tmp_path / "model", kind)
+    path = save_tiny_model(tmp_path / "model", **MODELS[kind])
     results = run_distributed(differences, max([1, *sizes.values()]), path, sizes)
     for errors, calls in results:
         assert max(errors.values()) < 1e-5, errors

@@ -67,13 +67,21 @@ def test_every_tensor_is_that_of_the_loop(source: Path) -> None:
             assert reader.shape(name) == tuple(expected[name].shape)
 
 
-@pytest.mark.parametrize("dim", [0, 1])
-@pytest.mark.parametrize(("start", "stop"), [(0, 8), (5, 29), (31, 32), (16, 16), (3, None)])
+SLICES = [(0, 8), (5, 29), (31, 32), (16, 16), (3, None)]
+
+
+@pytest.mark.parametrize(
+    ("dim", "start", "stop"),
+    [*((dim, *bounds) for dim in (0, 1) for bounds in SLICES), (1, 27, 40), (1, 40, 56)],
+)
 def test_a_slice_is_that_of_the_whole(source: Path, dim: int, start: int, stop: int | None) -> None:
+    """Of a weight with two scales a row."""
+    name = EXPERT.replace("down_proj", "gate_proj")
     with CheckpointReader(source) as reader:
-        whole = reader.read(EXPERT)
+        whole = reader.read(name)
+        assert whole.shape == (32, 64)
         part = whole[start:stop] if dim == 0 else whole[:, start:stop]
-        assert torch.equal(reader.read(EXPERT, dim, start, stop), part)
+        assert torch.equal(reader.read(name, dim, start, stop), part)
 
 
 def test_transformers_reads_the_names(tmp_path: Path) -> None:
