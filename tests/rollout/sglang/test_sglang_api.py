@@ -134,7 +134,7 @@ def test_the_cache_is_flushed_when_the_requests_have_ended(monkeypatch):
     server.run(lambda s: API.flush_cache(s, timeout=60))
     assert server.paths == ["/flush_cache"] * 3
     with pytest.raises(ServerError, match="answered 400"):
-        Server(flush_cache=400).run(lambda s: API.flush_cache(s, timeout=0.05))
+        Server(flush_cache=400).run(lambda s: API.flush_cache(s, timeout=1.0))
 
 
 def test_a_failure_reported_with_status_200():
