@@ -94,8 +94,7 @@ class AgentHost:
 
         max_call_length: tokens of a reply. opened: gets the runs as they begin; one that begins
         anew takes the place of the earlier. changed: is called after each change of what they have.
-        Raises what the generator raises: a run can't go on
-        without its reply, so all are ended.
+        Raises what the generator raises: a run can't go on without its reply, so all are ended.
         """
         async with self._starting:
             if not self._is_listening:

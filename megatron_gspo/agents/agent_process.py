@@ -145,7 +145,15 @@ class AgentProcess:
         self._playings[number] = playing
         if self._telling is None or self._telling.done():
             self._telling = asyncio.ensure_future(self._tell_pauses())
-        self._send(Play(number, requests, max_response_length, playing.paused_seconds))
+        self._send(
+            Play(
+                number,
+                requests,
+                max_response_length,
+                playing.paused_seconds,
+                reports_progress=opened is not None,
+            )
+        )
         try:
             await playing.over.wait()
         except asyncio.CancelledError:

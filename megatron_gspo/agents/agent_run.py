@@ -146,7 +146,7 @@ class AgentRun:
     @property
     def num_tokens(self) -> int:
         """See `OpenRun`."""
-        return sum(len(call.reply.tokens) for call in self.tree.delivered)
+        return self.tree.delivered_tokens
 
     @property
     def silence(self) -> float:

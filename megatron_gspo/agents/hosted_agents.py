@@ -120,6 +120,8 @@ class _HostedAgents:
         runs: list[OpenRun] = []
 
         def tell() -> None:
+            if not message.reports_progress:
+                return
             versions = [run.oldest_version for run in runs if run.oldest_version is not None]
             num_tokens = sum(run.num_tokens for run in runs)
             self._send(Progress(message.playing, min(versions, default=None), num_tokens))

@@ -39,12 +39,15 @@ class Start:
 
 @dataclass(frozen=True)
 class Play:
-    """Play runs. playing: their number in later messages. paused_seconds: see `Paused`."""
+    """Play runs. playing: their number in later messages. paused_seconds: see `Paused`.
+    reports_progress: whether `Progress` is wanted. It looks at all runs, so a playing of a whole
+    batch, whose staleness nobody asks for, goes without."""
 
     playing: int
     requests: Sequence[RunRequest]
     max_call_length: int
     paused_seconds: float
+    reports_progress: bool
 
 
 @dataclass(frozen=True)

@@ -116,12 +116,13 @@ class SessionTree:
     """See the module.
 
     counts: events, by the names of the metrics. oldest_version: the oldest weight version among
-    the trained tokens, None without any.
+    the trained tokens, None without any. delivered_tokens: of all delivered replies.
     """
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
         self.oldest_version: int | None = None
+        self.delivered_tokens = 0
         self._delivered: list[Node] = []
         self._roots: list[Node] = []
         self._open: list[Node] = []
@@ -258,6 +259,7 @@ class SessionTree:
             self.oldest_version = min([*known_versions, *versions], default=None)
             (self._roots if parent is None else parent.children).append(node)
         self._delivered.append(node)
+        self.delivered_tokens += len(generation.tokens)
         self.counts["calls"] += 1
 
     def count_break(self, cause: BreakCause) -> None:

@@ -250,12 +250,13 @@ def _near_home(
     # Placed last, those that fit nowhere would meet replicas that are full.
     fits_nowhere = (values > shares[rows[:, None], mini_batch]).any(axis=0)[order]
     leaving = order[~fits_nowhere].tolist()
+    all_replicas = np.arange(replicas)
 
     def place(i: int) -> None:
         """Where most room is left, at home in a tie."""
         numbers = mini_batch[:, i]
         share_left = room[rows, numbers] / shares[rows, numbers, None]
-        is_away = np.arange(replicas) != replica[i]
+        is_away = all_replicas != replica[i]
         most_room_first = np.lexsort((is_away, -share_left.sum(0), -share_left.min(0)))
         replica[i] = most_room_first[0]
         room[rows, numbers, replica[i]] -= values[:, i]

@@ -74,12 +74,19 @@ def sample_costs(batch: SampleBatch, shape: ModelShape) -> np.ndarray:
     several = table["rows"] > 1
     if several.any():
         of_rows = np.zeros(len(batch))
-        for position, sample in batch.held.items():
-            if sample.row_lengths is not None:
-                scored_of_row = np.zeros(sample.num_rows)
-                scored_of_row[0] = scored[position]  # in which row does not matter
-                flops_of_row = forward_flops(shape, sample.row_lengths, scored_of_row)
-                of_rows[position] = flops_of_row.total.sum()
+        rows_of = {
+            position: sample.row_lengths
+            for position, sample in batch.held.items()
+            if sample.row_lengths is not None
+        }
+        if rows_of:
+            positions = list(rows_of)
+            lengths = np.concatenate(list(rows_of.values()))
+            first_rows = np.cumsum([0, *map(len, rows_of.values())])[:-1]
+            scored_of_row = np.zeros(len(lengths))
+            scored_of_row[first_rows] = scored[positions]  # in which row does not matter
+            flops_of_row = forward_flops(shape, lengths, scored_of_row).total
+            of_rows[positions] = np.add.reduceat(flops_of_row, first_rows)
         flops = np.where(several, batch.largest(of_rows), flops)
     return np.maximum(flops / 1000, 1).astype(np.int64)
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_gspo.algorithms import LossExtras, Objective, policy_loss, preset
+from megatron_gspo.algorithms import LossExtras, Objective, ScoreCentering, policy_loss, preset
 
 LONGEST = 1024  # dr_grpo's loss_scale_factor where a test gives none
 
@@ -55,6 +55,16 @@ def call_policy_loss(objective: Objective, **arguments: Any) -> tuple[Tensor, di
         arguments.setdefault("rollout_log_probs", arguments.get("old_log_probs"))
     extras = LossExtras(**{f.name: arguments.pop(f.name, None) for f in fields(LossExtras)})
     return policy_loss(objective, **arguments, extras=extras)
+
+
+def centering_weight(weighing: ScoreCentering, ratio: float) -> float:
+    """Of a token whose probabilities under policy and rollout engine have this ratio."""
+    value = 1.0
+    if weighing.bounds is not None:
+        value = min(max(ratio, weighing.bounds[0]), weighing.bounds[1])
+    if weighing.kept is not None and not weighing.kept[0] <= ratio <= weighing.kept[1]:
+        value = 0.0
+    return value
 
 
 # A surrogate in a user's file. By name and not by a function, so that every process loads it.

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron_gspo.algorithms import Objective, ScoreCentering, centering
-from tests.algorithms.reference import call_policy_loss, complete_preset
+from tests.algorithms.reference import call_policy_loss, centering_weight, complete_preset
 
 VOCABULARY = 7
 BOUNDS = (0.7, 1.5)
@@ -24,16 +24,6 @@ WEIGHINGS = {
 def draw(*shape: int, seed: int = 0) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(*shape, generator=generator, dtype=torch.float64)
-
-
-def weight(weighing: ScoreCentering, ratio: float) -> float:
-    """Of a token whose probabilities under policy and rollout engine have this ratio."""
-    value = 1.0
-    if weighing.bounds is not None:
-        value = min(max(ratio, weighing.bounds[0]), weighing.bounds[1])
-    if weighing.kept is not None and not weighing.kept[0] <= ratio <= weighing.kept[1]:
-        value = 0.0
-    return value
 
 
 def test_by_hand():
@@ -65,10 +55,10 @@ def test_value_and_gradient_against_a_loop(name):
         p = log_probs.detach()[token].exp().tolist()
         q = rollout[token].exp().tolist()
         rho = (1 - sum(q)) / (1 - sum(p))
-        alpha = rho * weight(weighing, 1 / rho)
+        alpha = rho * centering_weight(weighing, 1 / rho)
         total = 0.0
         for k in range(4):
-            coefficient = q[k] * weight(weighing, p[k] / q[k]) - alpha * p[k]
+            coefficient = q[k] * centering_weight(weighing, p[k] / q[k]) - alpha * p[k]
             total += coefficient * math.log(p[k])
             expected = coefficient * float(of_tokens[token])
             assert float(log_probs.grad[token, k]) == pytest.approx(expected, abs=1e-12)
@@ -98,7 +88,7 @@ def gradient_over_draws(
         advantage = advantages[token : token + 1]
         scale = 1.0
         if weighing is not None and weighs_advantages:
-            scale = weight(weighing, float((sampled - q).detach().exp()))
+            scale = centering_weight(weighing, float((sampled - q).detach().exp()))
         of_position = None
         if weighing is not None:
             of_position = centering(weighing, log_probs[ids][None], rollout[ids][None])
@@ -132,7 +122,7 @@ def covariance(weighing: ScoreCentering, logits: Tensor, rollout: Tensor) -> Ten
     for token in range(VOCABULARY):
         score = -p.clone()
         score[token] += 1
-        share = float(q[token]) * weight(weighing, float(p[token] / q[token]))
+        share = float(q[token]) * centering_weight(weighing, float(p[token] / q[token]))
         total -= share * float(advantages[token] - mean_advantage) * score
     return total
 

@@ -172,21 +172,13 @@ def response_centering(
         p = [math.exp(float(row.detach()[token])) for token in ids]
         q = [math.exp(value) for value in log_q]
         rho = (1 - sum(q)) / (1 - sum(p))
-        alpha = rho * _weight(weighing, 1 / rho)
+        alpha = rho * loops.centering_weight(weighing, 1 / rho)
         total = torch.zeros((), dtype=torch.float64)
         for k, token in enumerate(ids):
-            total = total + (q[k] * _weight(weighing, p[k] / q[k]) - alpha * p[k]) * row[token]
+            weight = loops.centering_weight(weighing, p[k] / q[k])
+            total = total + (q[k] * weight - alpha * p[k]) * row[token]
         values.append(total)
     return torch.stack(values)
-
-
-def _weight(weighing: ScoreCentering, ratio: float) -> float:
-    value = 1.0
-    if weighing.bounds is not None:
-        value = min(max(ratio, weighing.bounds[0]), weighing.bounds[1])
-    if weighing.kept is not None and not weighing.kept[0] <= ratio <= weighing.kept[1]:
-        value = 0.0
-    return value
 
 
 def whole_batch(
