@@ -6,15 +6,12 @@ The trainings themselves are replaced.
 from __future__ import annotations
 
 import json
-import shutil
-import sys
 
 import pytest
 
 from megatron_gspo.tools import demo
 from megatron_gspo.tools.compare import cold_start
 from megatron_gspo.tools.compare.study_plan import ColdStartFiles
-from megatron_gspo.tools.compare.study_runner import Interrupted
 
 SUMMARY = {"accuracy_before": 0.25, "accuracy_after": 0.75, "wall_seconds": 12.0}
 
@@ -123,20 +120,3 @@ def test_what_cannot_run_is_one_line_and_replaces_nothing(
         len(lines) == 1 and "error: " in lines[0] and all(words in lines[0] for words in shown)
     ), lines
     assert started == [] and (folder / "demonstrations.jsonl").read_text() == "of an earlier demo"
-
-
-def test_the_end_names_commands_that_this_environment_has(started, tmp_path, capsys):
-    assert demo.main(["--folder", str(tmp_path / "demo")]) == 0
-    line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("next "))
-    command = line.split()[1]
-    assert shutil.which(command) is not None or command == sys.executable
-    assert f"evaluate {tmp_path / 'demo' / 'gspo'}" in line
-
-
-def test_an_interrupt_says_that_the_demo_begins_again(monkeypatch, tmp_path, capsys):
-    def interrupted(command: list[str]) -> int:
-        raise Interrupted("interrupted; run the same command again to continue")
-
-    monkeypatch.setattr(cold_start, "run_one", interrupted)
-    assert demo.main(["--folder", str(tmp_path / "demo")]) == 130
-    assert "stays until the same command begins again" in capsys.readouterr().err

@@ -4,16 +4,9 @@ from pathlib import Path
 
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from megatron_gspo.tools.make_tiny_model import TinyModel, character_tokenizer, write_tiny_model
+from megatron_gspo.tools.make_tiny_model import TinyModel, write_tiny_model
 
 WORD = "Spell this:"
-
-
-def test_characters_and_words_are_tokens():
-    tokenizer = character_tokenizer([WORD])
-    ids = tokenizer.encode(f"{WORD} ab", add_special_tokens=False)
-    assert len(ids) == 4 and tokenizer.decode(ids) == f"{WORD} ab"
-    assert tokenizer.eos_token == "<eos>" and tokenizer.pad_token == "<pad>"
 
 
 def test_the_model_loads_and_the_seed_decides_its_weights(tmp_path: Path):

@@ -39,8 +39,3 @@ def test_metrics_of_another_program_are_one_line(tmp_path, capsys):
     assert main([run]) == 2
     problem = "reward/mean is no number; it is not of a run of this program"
     assert capsys.readouterr().err == f"plot_run: {run}/metrics.jsonl: {problem}\n"
-
-
-def test_a_directory_without_records_is_one_line(tmp_path, capsys):
-    assert main([str(tmp_path)]) == 2
-    assert capsys.readouterr().err.startswith("plot_run: ")

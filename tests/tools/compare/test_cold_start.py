@@ -6,7 +6,6 @@ import json
 from collections.abc import Sequence
 
 import pytest
-import yaml
 
 from megatron_gspo.config import load_config
 from megatron_gspo.data.sample import Prompt
@@ -14,8 +13,6 @@ from megatron_gspo.tools.compare import cold_start
 from megatron_gspo.tools.compare.study_plan import ColdStartFiles
 from megatron_gspo.tools.copy_examples import EXAMPLE_RUNS
 from megatron_gspo.tools.make_tiny_model import TinyModel, write_tiny_model
-from tests.support.prompt_rows import write_jsonl
-from tests.support.training_runs import base_config
 
 CONFIG = EXAMPLE_RUNS / "tiny_gspo.yaml"
 RUNS = load_config(CONFIG)
@@ -68,27 +65,3 @@ def test_held_out_answers_are_right_and_demonstrations_have_mistakes_in_some_let
     expected = cold_start.MISTAKES * 25 / 26  # a random letter may be the right one
     deviation = (expected * (1 - expected) / len(pairs)) ** 0.5
     assert abs(wrong - expected) < 5 * deviation
-
-
-def test_several_demonstrations_of_each_prompt_of_a_file(tmp_path):
-    files = ColdStartFiles(tmp_path)
-    write_tiny_model(files.model, TinyModel(hidden=16, layers=1, experts=2, expert_width=8))
-    plain = base_config("model", tmp_path / "run")
-    plain["data"] = {"verifier": "exact_match"}
-    for key, prompts in (("prompts", ["1+1:", "2+1:"]), ("eval_prompts", ["3+1:"])):
-        plain["data"][key] = str(tmp_path / f"{key}.jsonl")
-        write_jsonl(
-            tmp_path / f"{key}.jsonl",
-            [{"prompt": prompt, "answer": "1234" * 25} for prompt in prompts],
-        )
-    (tmp_path / "config.yaml").write_text(yaml.safe_dump(plain))
-    cold_start.write_demonstrations(
-        files, load_config(tmp_path / "config.yaml"), mistakes=0.5, copies=3
-    )
-    demonstrations = rows(files.demonstrations)
-    assert [row["prompt"] for row in demonstrations] == ["1+1:", "2+1:"] * 3
-    assert len({row["answer"] for row in demonstrations}) == 6
-    assert set("".join(row["answer"] for row in demonstrations)) == set("1234"), (
-        "characters of the answers"
-    )
-    assert rows(files.held_out) == [{"prompt": "3+1:", "answer": "1234" * 25}]

@@ -49,13 +49,6 @@ def test_two_variants_are_trained_and_compared(tmp_path, capfd):
     assert written == [(run / "summary.json").stat().st_mtime_ns for run in runs]
 
 
-def test_bad_input_is_one_line_and_exit_code_2(capsys):
-    assert main(["nowhere.yaml"]) == 2
-    said = capsys.readouterr().err
-    assert said.startswith("config error: nowhere.yaml: cannot read the config")
-    assert said.count("\n") == 1
-
-
 def test_a_report_of_a_comparison_that_has_not_run_says_so(tmp_path, capsys):
     file = write_comparison(tmp_path, seeds=(1,), names=("grpo", "gspo"))
     assert main([str(file), "--report-only"]) == 0

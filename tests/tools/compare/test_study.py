@@ -6,7 +6,6 @@ from megatron_gspo.tools.compare.statistics import Difference
 from megatron_gspo.tools.compare.study import (
     PRIMARY,
     differences,
-    mean_value,
     read_study,
     run_counts,
     values,
@@ -56,9 +55,3 @@ def test_a_verdict_is_the_corrected_test_at_five_percent(mean, p_holm, verdict):
     difference = Difference(mean, mean - 0.2, mean + 0.2, 5, p_t=0.01, p_holm=p_holm)
     assert verdict_of(difference) == verdict
     assert verdict_of(None) == "no seed in common"
-
-
-def test_a_comparison_that_has_not_run_is_read(tmp_path):
-    study = study_of(tmp_path, {"grpo": (), "gspo": (0.5,)})
-    assert [run.status for run in study.runs] == ["missing", "finished"]
-    assert differences(study, PRIMARY) == {} and mean_value(study, "grpo", PRIMARY) is None

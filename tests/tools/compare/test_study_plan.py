@@ -1,6 +1,5 @@
 """The comparison file: what it refuses, in one line, and the runs that follow from it."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -33,23 +32,6 @@ def test_the_collapse_example() -> None:
     assert all(config.routing.perturbation_options == {"strength": 0.5} for config in configs)
     start = comparison.config.cold_start
     assert start is not None and load_config(COLLAPSE / start.config).algorithm.is_supervised
-
-
-@pytest.mark.parametrize(("suffix", "numbers"), [("", 16), ("_long", 52)])
-def test_the_prompts_of_the_study(suffix: str, numbers: int) -> None:
-    """The answers are right, and no prompt is in both files."""
-    prompts: dict[str, dict[str, str]] = {}
-    for name in ("train", "held_out"):
-        lines = (COLLAPSE / f"{name}{suffix}.jsonl").read_text().splitlines()
-        prompts[name] = {row["prompt"]: row["answer"] for row in map(json.loads, lines)}
-        assert len(prompts[name]) == len(lines)
-        for prompt, answer in prompts[name].items():
-            first, step = map(int, prompt.rstrip(":").split("+"))
-            assert answer == "".join(
-                f"{(first + i * step) % 100:02d}" for i in range(1, numbers + 1)
-            )
-    assert (len(prompts["train"]), len(prompts["held_out"])) == (560, 140)
-    assert not prompts["train"].keys() & prompts["held_out"].keys()
 
 
 @pytest.fixture

@@ -173,14 +173,6 @@ def test_an_output_that_exists_stays_as_it_is(way, whole, tmp_path, capsys):
     assert [path.name for path in tmp_path.rglob("*")] == ["out", "mine"]
 
 
-def test_a_layout_that_does_not_divide_the_model(whole, tmp_path, capsys):
-    line = refused(capsys, "to-megatron", whole["to-megatron"], tmp_path / "out", "--ep", 3)
-    assert "num_experts = 4" in line
-    with pytest.raises(SystemExit):
-        convert.main(["to-megatron", str(whole["to-megatron"]), str(tmp_path / "out"), "--tp", "0"])
-    assert "argument --tp: '0' is not an integer above 0" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("way", ["to-megatron", "to-hf"])
 def test_a_full_disk_is_noticed_before_work(way, whole, tmp_path, capsys, monkeypatch):
     usage = shutil.disk_usage(tmp_path)
@@ -201,28 +193,3 @@ def test_a_write_that_fails_under_way_is_one_line(whole, tmp_path, capsys):
     assert "__0_0.distcp: cannot be written: file too large" in line and not list(
         tmp_path.iterdir()
     )
-
-
-@pytest.mark.parametrize("out", ["there/out", "."])
-def test_an_output_that_cannot_be_made(out, whole, tmp_path, capsys, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "there").write_text("")
-    line = refused(capsys, "to-hf", whole["to-hf"], out)
-    assert (
-        f"{tmp_path / 'there'} is not a directory" in line
-        if out != "."
-        else f"{tmp_path} exists" in line
-    )
-
-
-@pytest.mark.parametrize(
-    "option",
-    [
-        ["--unit-mib", "nan"],
-        ["--max-shard-gib", "0"],
-    ],
-)
-def test_a_size_that_is_none(option, whole, tmp_path, capsys):
-    with pytest.raises(SystemExit, match="2"):
-        convert.main(["to-hf", str(whole["to-hf"]), str(tmp_path / "out"), *option])
-    assert f"argument {option[0]}: '{option[1]}' is not a number above 0" in capsys.readouterr().err

@@ -12,7 +12,6 @@ from safetensors.torch import load_file
 from megatron_gspo.errors import InputError
 from megatron_gspo.models.hf_checkpoint import SINGLE, CheckpointReader
 from megatron_gspo.models.quantization.formats import FORMATS
-from megatron_gspo.tools.convert import __main__ as convert_command
 from megatron_gspo.tools.convert.__main__ import main
 from megatron_gspo.tools.convert.quantize import quantize_checkpoint
 from tests.support.tiny_models import save_tiny_model
@@ -75,8 +74,3 @@ def test_what_is_refused(tmp_path: Path) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["quantize", str(source), str(out), "--format", "none"])
     assert ended.value.code == 2
-
-
-def test_the_command_offers_every_format() -> None:
-    """It lists them itself, since it parses its arguments without torch."""
-    assert list(convert_command.FORMATS) == list(FORMATS)

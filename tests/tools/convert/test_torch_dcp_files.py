@@ -4,21 +4,17 @@ unsafe pickles.
 
 from __future__ import annotations
 
-import pickle
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 
 from megatron_gspo.models.families import FAMILIES
 from megatron_gspo.models.model_shape import ModelError
 from megatron_gspo.models.parameter_slices import CheckpointChunk, ParameterSlice
 from megatron_gspo.tools.convert.torch_dcp_files import (
-    METADATA,
     DistributedReader,
-    read_metadata,
     write_file,
     write_metadata,
 )
@@ -55,14 +51,6 @@ def test_any_region_is_read_whatever_chunks_it_was_written_in(tmp_path):
     reader.read_into(target, region)
     assert torch.equal(target[2:7], VALUE[2:7])
     assert (target[:2] == -1).all() and (target[7:] == -1).all()
-
-
-def test_torchs_own_loader_reads_it(tmp_path):
-    folder = write(tmp_path / "checkpoint", {"step": pickle.dumps(7)})
-    state = {"weight": torch.zeros(10, 4)}
-    dcp.load(state, checkpoint_id=folder, no_dist=True)
-    assert torch.equal(state["weight"], VALUE)
-    assert read_metadata(folder / METADATA).state_dict_metadata.keys() == {"weight", "step"}
 
 
 def test_what_was_never_written_or_leaves_a_gap_is_an_error(tmp_path):

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import io
-
 import pytest
 
 from megatron_gspo.errors import InputError
 from megatron_gspo.tools.doctor.findings import (
-    describe_ranks,
     error,
     examine,
     exit_code,
@@ -17,7 +14,6 @@ from megatron_gspo.tools.doctor.findings import (
     ok,
     warning,
 )
-from megatron_gspo.tools.doctor.report import lines, write_text
 
 WARNING = warning("run.start", "1 GiB free", "it fills up", "free some")
 ERROR = error("config.check", "seed = -1", "a run refuses it", "set 0")
@@ -49,14 +45,6 @@ def test_equal_findings_of_ranks_are_one_and_the_worst_stands_last():
     ]
     [alone] = merge({0: [ERROR]})
     assert alone.ranks == ()  # a single process needs no rank
-
-
-def test_ranks_are_named_where_they_differ():
-    same = merge({0: [ok("versions.cuda", "a")], 1: []})  # only the first rank of a host looks
-    assert lines(same) == ["a"]
-    differ = merge({0: [ok("versions.cuda", "a")], 1: [ok("versions.cuda", "b")]})
-    assert lines(differ) == ["rank 0: a", "rank 1: b"]
-    assert describe_ranks([9, 0, 1, 2, 7]) == "ranks 0-2, 7, 9"
 
 
 def crash():
@@ -92,14 +80,3 @@ def test_a_check_that_fails_is_a_finding_with_a_fix(check, what, fix):
     [finding] = examine("run.prompts", check)
     assert (finding.level, finding.check) == ("error", "run.prompts")
     assert finding.what.startswith(what) and fix in finding.fix
-
-
-def test_piped_text_is_plain_and_each_finding_one_line():
-    long = ok("run.start", "word " * 100 + "\nsecond line")
-    stream = io.StringIO()
-    write_text([long, WARNING], stream)
-    first, second, summary = stream.getvalue().splitlines()
-    assert first.startswith("ok       run.start  word word") and first.endswith("second line")
-    assert second == "warning  run.start  1 GiB free; it fills up; free some"
-    assert summary == "1 warning, 1 ok: it can start; read the warnings first"
-    assert "\x1b" not in stream.getvalue()

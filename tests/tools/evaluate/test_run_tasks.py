@@ -18,7 +18,7 @@ from megatron_gspo.loop.evaluation import evaluation_seed
 from megatron_gspo.rewards.verifiers import VerifierError
 from megatron_gspo.tools.evaluate.elo import estimate_rating
 from megatron_gspo.tools.evaluate.response_file import ResponseFile
-from megatron_gspo.tools.evaluate.run_tasks import answer_task, sampling_of, with_model
+from megatron_gspo.tools.evaluate.run_tasks import answer_task
 from megatron_gspo.tools.evaluate.task_files import load_task
 from megatron_gspo.tools.evaluate.task_scores import score_task
 from megatron_gspo.tools.make_tiny_model import character_tokenizer
@@ -130,15 +130,6 @@ def test_aime(tmp_path):
     assert engine.seed == evaluation_seed(1234)  # the training loop's, with its default seed
 
 
-def test_what_is_done_is_not_asked_again(tmp_path):
-    texts = {0: ["\\boxed{25}"], 1: ["\\boxed{204}"]}
-    answered(tmp_path, AIME, texts)
-    before = (tmp_path / "responses.jsonl").read_bytes()
-    # A prompt that is asked again would fail on its missing text.
-    answered(tmp_path, AIME, {0: ["another"]})
-    assert (tmp_path / "responses.jsonl").read_bytes() == before
-
-
 def test_failures_of_the_verifier_are_kept_and_all_of_them_are_an_error(tmp_path):
     verifier = tmp_path / "verifier.py"
     verifier.write_text("def score(response, prompt):\n    return float(response)\n")
@@ -153,15 +144,3 @@ def test_failures_of_the_verifier_are_kept_and_all_of_them_are_an_error(tmp_path
         VerifierError, match="failed on all 2 responses of a batch .the first: .*float"
     ):
         answered(tmp_path, AIME, {0: ["a", "b"], 1: ["c", "d"]}, data, given)
-
-
-def test_the_sampling_is_that_of_the_training_loops_evaluation():
-    sampling = sampling_of(
-        config(
-            3,
-            evaluation={"n_samples": 3, "temperature": 0.6, "top_p": 0.9, "top_k": 20},
-            rollout={"rollout_batch_size": 1, "max_response_length": 7},
-        )
-    )
-    assert sampling == SamplingParams(3, 7, 0.6, 0.9, 20)
-    assert with_model(config(1), "other").model.path == "other"

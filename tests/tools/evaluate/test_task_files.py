@@ -44,13 +44,6 @@ def test_the_public_files_as_they_are(tmp_path, write, rows, verifier):
         assert [prompt.answer for prompt in task.prompts] == ["025", "204"]
 
 
-def test_the_users_keys_win_over_the_layout(tmp_path):
-    file = write_jsonl(tmp_path / "aime.jsonl", AIME)
-    data = replace(DATA, verifier="exact_match")
-    assert load_task(file, TOKENIZER, data).data.verifier == "math_verify"  # of the run's own data
-    assert load_task(file, TOKENIZER, data, {"data.verifier"}).data.verifier == "exact_match"
-
-
 def test_a_window_of_dates(tmp_path):
     file = write_jsonl(tmp_path / "lcb.jsonl", LIVECODEBENCH)
     window = datetime(2024, 8, 1), datetime(2025, 1, 4)

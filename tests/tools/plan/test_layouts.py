@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from megatron_gspo.config import ParallelConfig
 from megatron_gspo.errors import InputError
 from megatron_gspo.models import read_config
 from megatron_gspo.tools.plan.layouts import feasible, name_of, parse_layout
@@ -59,21 +58,6 @@ def test_layouts_are_all_that_the_rules_allow(model: Path, gpus: int, batch: int
         for p in layouts
     ]
     assert len(ours) == len(set(ours)) and set(ours) == naive_layouts(hf, gpus, batch)
-
-
-def test_94_layers_have_few_stages_of_their_own() -> None:
-    layouts = feasible(read_config(LARGE), 128, 8, 4096)
-    stages = {(p.pipeline_model_parallel_size, p.extra_pipeline_layers) for p in layouts}
-    assert stages == {(1, 0), (2, 0), (4, 2), (8, 2), (16, 2), (32, 2)}
-    assert {p.tensor_model_parallel_size for p in layouts} == {1, 2, 4}  # 4 key-value heads
-
-
-def test_names() -> None:
-    assert name_of(ParallelConfig()) == "DP only"
-    assert (
-        name_of(ParallelConfig(tensor_model_parallel_size=2, expert_model_parallel_size=8))
-        == "TP2 EP8"
-    )
 
 
 def test_a_named_layout() -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -64,13 +62,6 @@ def test_a_language_model_within_a_model_of_images(capsys: pytest.CaptureFixture
         pages.append(capsys.readouterr().out)
     assert pages[0] == pages[1] and "34.7 billion parameters, 3.5 active" in pages[0]
     assert [row[0] for row in table_of(pages[0], "layout")] == ["EP8"]
-
-
-def test_the_command() -> None:
-    command = [sys.executable, "-m", "megatron_gspo.tools.plan", *BASE, "--gpu", "h300"]
-    answer = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert answer.returncode == 2 and answer.stdout == ""
-    assert answer.stderr.startswith("error: --gpu h300: ") and answer.stderr.count("\n") == 1
 
 
 BAD = {

@@ -13,27 +13,12 @@ from megatron_gspo.config import ParallelConfig
 from megatron_gspo.models import ModelShape, family_of
 from megatron_gspo.tools.plan.parameters import (
     active_parameters,
-    layer_parameters,
     total_parameters,
 )
 from tests.support.configs import model_config
 from tests.support.distributed import run_distributed
-from tests.support.model_shapes import LARGE, MINIMAX_M2, NEXT, SMALL, dense_shape, shape_of
+from tests.support.model_shapes import LARGE, MINIMAX_M2, NEXT, SMALL, shape_of
 from tests.support.tiny_models import tiny_config
-
-
-def test_a_layer_by_hand() -> None:
-    # q 2 x 4, k and v 4 each: 16 rows of 8; projection 8 x 8; MLP 2 x 6 x 8 and 6 x 8; norms 8 + 8
-    # + 4 + 4
-    layer = layer_parameters(dense_shape(), 0)
-    assert (
-        layer.attention == 16 * 8 + 8 * 8 + 4 + 4
-        and layer.mlp == 2 * 6 * 8 + 6 * 8
-        and layer.norms == 8 + 8
-    )
-    assert layer.dense == 360 and layer.experts == 0
-    assert total_parameters(dense_shape()) == 2 * 360 + 2 * 10 * 8 + 8
-    assert total_parameters(dense_shape(tied_embeddings=True)) == 2 * 360 + 10 * 8 + 8
 
 
 @pytest.mark.parametrize(

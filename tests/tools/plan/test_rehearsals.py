@@ -25,18 +25,6 @@ def op(phase: str, size: int, where: str = "layer.py:1 f") -> OpTotal:
     return OpTotal(phase, False, "aten.copy_.default", "copy", where, "", 1, 1, size, 0, 0)
 
 
-def test_operations_of_a_step() -> None:
-    """Micro-batches count as often as a mini-batch has them, the optimizer once, the build
-    never.
-    """
-    played = record(
-        ops=(op("build", 7 * 10**12), op("forward_backward", 10**12), op("optimizer", 2 * 10**12)),
-        phases=("build", "forward_backward", "optimizer"),
-    )
-    rate = rates_of(HALF.gpu).bytes["copy"]
-    assert compute_seconds(played, 3.0, HALF) == pytest.approx((3 + 2) * 1e12 / rate)
-
-
 def test_gradients_are_zeroed_once_a_step_and_added_in_each_micro_batch() -> None:
     where = "megatron/core/distributed/"
     played = record(
