@@ -18,16 +18,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import megatron_gspo.mcore.train_step  # noqa: F401  the fork server of the tests imports it once
 from megatron_gspo.mcore import attention as module
 from megatron_gspo.mcore.attention import (
     PackedAttention,
-    _takes_groups,
     packed_sequences,
     segments_of,
-    takes_varlen,
 )
 from megatron_gspo.models.rotary import Rotary
 from megatron_gspo.parallel.context_parallel import zigzag_indices
@@ -300,57 +297,9 @@ def test_equals_attention_of_each_sequence_alone():
                 )
 
 
-class Joins(TorchDispatchMode):
-    """Counts the tensors that are joined."""
-
-    count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += func is torch.ops.aten.cat.default
-        return func(*args, **(kwargs or {}))
-
-
-@pytest.mark.parametrize("lengths, joins", [((20, 22, 20), 0), ((20, 40), 4)])
-def test_a_single_padded_batch_is_neither_cut_nor_joined(lengths, joins):
-    """With several, the outputs are joined, and the gradients of query, key and value."""
-    case = Case(lengths, 4, 2)
-    query, key, value, weight, bounds = inputs(case)
-    group = SimpleNamespace(rank=lambda: 0, size=lambda: 1)
-    attention = attention_of(case, group)
-    local = [tensor.requires_grad_() for tensor in (query, key, value)]
-    sequences = packed_sequences(bounds, max(lengths), group, CPU)
-    attention(*local, packed_seq_params=sequences)  # builds the plan
-    with Joins() as calls:
-        output = attention(*local, packed_seq_params=sequences)
-        (output * weight).sum().backward()
-    assert calls.count == joins
-
-
 def test_a_length_that_the_context_ranks_do_not_divide_is_refused():
     with pytest.raises(ValueError, match="not a multiple of 2 \\* cp_size = 4"):
         segments_of(bounds_of((8, 6)), 0, 2)
-
-
-@pytest.mark.parametrize(
-    "device, dtype, head_size, capability, expected",
-    [
-        ("cuda", torch.bfloat16, 128, (8, 0), True),
-        ("cuda", torch.float16, 256, (9, 0), True),
-        ("cuda", torch.bfloat16, 264, (9, 0), False),
-        ("cuda", torch.float32, 128, (9, 0), False),
-        ("cuda", torch.float64, 128, (9, 0), False),
-        ("cuda", torch.float16, 128, (7, 5), False),
-        ("cpu", torch.bfloat16, 128, None, False),
-    ],
-)
-def test_the_variable_length_kernel_is_chosen_where_it_exists(
-    device, dtype, head_size, capability, expected
-):
-    with mock.patch("torch.cuda.get_device_capability", return_value=capability):
-        with mock.patch.object(module, "_has_varlen_options", lambda: True):
-            assert takes_varlen(torch.device(device), dtype, head_size) == expected
-        with mock.patch.object(module, "_has_varlen_options", lambda: False):
-            assert not takes_varlen(torch.device(device), dtype, head_size)
 
 
 def peak_of_blocks(length: int, **facts: Any) -> int:
@@ -385,18 +334,3 @@ def test_wrong_use_is_refused():
         attention(
             torch.zeros(2, 1, 8), torch.zeros(2, 1, 8), torch.zeros(2, 1, 8), packed_seq_params=None
         )
-
-
-@pytest.mark.parametrize(
-    "device, dtype, size, mask, expected",
-    [
-        ("cuda", torch.bfloat16, 128, None, True),
-        ("cuda", torch.bfloat16, 512, None, False),
-        ("cuda", torch.float32, 128, None, False),
-        ("cuda", torch.bfloat16, 128, torch.ones(1, 1), False),
-        ("cpu", torch.float64, 128, torch.ones(1, 1), True),
-    ],
-)
-def test_where_keys_are_not_repeated_for_grouped_queries(device, dtype, size, mask, expected):
-    query = SimpleNamespace(device=torch.device(device), dtype=dtype, shape=(1, 4, 7, size))
-    assert _takes_groups(query, mask) is expected

@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-import torch
 import torch.distributed as dist
 
 from megatron_gspo.config import ParallelConfig
-from megatron_gspo.mcore.meta_device import meta_model, simulated_rank, smallest_world
+from megatron_gspo.mcore.meta_device import meta_model, simulated_rank
 from megatron_gspo.mcore.model import build_model
 from megatron_gspo.mcore.process_groups import initialize, shutdown
 from megatron_gspo.models import family_of, read_config
@@ -52,32 +51,3 @@ def test_a_simulated_rank_has_the_parameters_of_the_real_one(name, tmp_path):
             assert {p.device.type for chunk in chunks for p in chunk.parameters()} == {"meta"}
             assert sizes(chunks) == wanted[rank]
     assert not dist.is_initialized()
-
-
-def test_the_smallest_world_holds_every_part():
-    assert smallest_world(parallel()) == 1
-    assert smallest_world(parallel(tensor=2, pipeline=2, expert=8)) == 16
-    assert smallest_world(parallel(tensor=4, context=3, expert=2, expert_tensor=4)) == 24
-
-
-def test_each_rank_of_a_world_of_1024_can_be_built(tmp_path):
-    _, shape = family_of(read_config(save_tiny_model(tmp_path / "model")))
-    layout = parallel(tensor=2, pipeline=2, expert=8)
-    with simulated_rank(layout, 1024, 1023) as groups:
-        assert (groups.tp.size(), groups.pp.rank(), groups.ep.size(), groups.dp.size()) == (
-            2,
-            1,
-            8,
-            256,
-        )
-        [chunk] = meta_model(shape, layout, model_config(dtype="bfloat16"), groups)
-        assert {p.dtype for p in chunk.parameters()} == {torch.bfloat16}
-
-
-def test_a_second_world_is_refused():
-    with (
-        simulated_rank(parallel(), 4, 3),
-        pytest.raises(RuntimeError, match="without torch.distributed"),
-    ):
-        with simulated_rank(parallel(), 4, 2):
-            pass

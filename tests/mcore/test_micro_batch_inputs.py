@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_gspo.data.packing import PackedBatch, context_parallel_shard, pack
+from megatron_gspo.data.packing import PackedBatch, pack
 from megatron_gspo.mcore import micro_batch_inputs
 from megatron_gspo.mcore.micro_batch_inputs import POLICY_LOSS, InputReader
 from tests.support.samples import make_sample
@@ -109,38 +109,6 @@ def test_a_stage_gets_what_it_reads(first, last, trains, expected, monkeypatch):
         )
 
 
-def test_values_are_those_of_the_shard():
-    for rank in (0, 1):
-        given = batch()
-        inputs = reader(cp=group(rank, 2)).next_inputs(iter([given]), chunk())
-        shard = context_parallel_shard(given, rank, 2)
-        for name in COPIED:
-            assert torch.equal(getattr(inputs.batch, name), getattr(shard, name)), name
-        assert inputs.scored.positions.tolist() == shard.response_mask.nonzero().flatten().tolist()
-
-
-@pytest.mark.parametrize("trains", [False, True])
-def test_every_pass_scores_all_responses(trains):
-    given = batch()
-    responses = reader(trains=trains).next_inputs(iter([given]), chunk()).scored
-    assert responses.positions.tolist() == given.response_mask.nonzero().flatten().tolist()
-    assert len(responses.positions) == 7 and int(given.loss_mask.sum()) == 6
-
-
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_rows_are_split_under_sequence_parallelism_alone(sequence_parallel):
-    given = batch()
-    rows = (
-        reader(tp=group(1, 2))
-        .next_inputs(iter([given]), chunk(sequence_parallel=sequence_parallel))
-        .scored
-    )
-    half = len(given.tokens) // 2
-    own_mask = given.response_mask[half:] if sequence_parallel else given.response_mask
-    assert rows.own.tolist() == own_mask.nonzero().flatten().tolist()
-    assert (rows.gathered is not None) == sequence_parallel
-
-
 def test_the_next_micro_batch_is_read_ahead_but_not_that_of_the_next_pass():
     read: list[int] = []
     batches = counted([batch(i) for i in range(7)], read)
@@ -149,14 +117,3 @@ def test_the_next_micro_batch_is_read_ahead_but_not_that_of_the_next_pass():
     for i in range(6):
         assert inputs.next_inputs(batches, model).batch.micro_batch == i
         assert read == list(range(min(i + 2, 3 if i < 3 else 6)))
-
-
-def test_every_chunk_reads_from_its_own_iterator():
-    inputs = reader(count=2)
-    chunks = [chunk(last=False), chunk(first=False)]
-    iterators = [iter([batch(0), batch(1)]) for _ in chunks]
-    order = [(0, 0), (1, 0), (1, 1), (0, 1)]
-    for which, number in order:
-        assert inputs.next_inputs(iterators[which], chunks[which]).batch.micro_batch == number
-    with pytest.raises(StopIteration):
-        inputs.next_inputs(iterators[0], chunks[0])

@@ -33,15 +33,6 @@ def test_reinforcement_learning_sets_the_router():
     assert config.hidden_dropout == config.attention_dropout == 0.0
 
 
-def test_sequence_parallelism_follows_tensor_parallelism_unless_told():
-    dense = shape_of("dense")
-    assert transformer_config(dense, parallel(tensor=2), model_config()).sequence_parallel
-    assert not transformer_config(dense, parallel(), model_config()).sequence_parallel
-    assert not transformer_config(
-        dense, parallel(tensor=2, sequence_parallel=False), model_config()
-    ).sequence_parallel
-
-
 def test_sent_tensors_are_freed_only_where_the_schedule_waits_for_the_send(monkeypatch):
     settings = model_config(implementation="torch")
     plain = parallel(pipeline=2)

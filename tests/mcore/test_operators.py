@@ -4,21 +4,17 @@ composite, in float64.
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-from unittest import mock
-
 import pytest
 import torch
 from torch import Tensor
 
-from megatron_gspo.mcore.expert_products import GroupedProducts, LoopedProducts, leaves_gaps
+from megatron_gspo.mcore.expert_products import GroupedProducts, LoopedProducts
 from megatron_gspo.mcore.gated_units import SWIGLU, ClampedGLU, GatedUnit
 from megatron_gspo.mcore.operators import (
     ExpertWeights,
     LowRank,
     _GatedExperts,
     gated_experts,
-    grouped_products_apply,
     rms_norm,
 )
 from megatron_gspo.mcore.token_copies import TokenCopies, copy_tokens
@@ -208,20 +204,6 @@ def test_grouped_products_are_those_of_the_loop(counts, unit, biases, rank):
         assert float((a - b).abs().max()) <= 0.01 * scale
 
 
-@pytest.mark.parametrize(
-    "device, capability, expected",
-    [
-        ("cuda", (9, 0), False),
-        ("cuda", (10, 0), True),
-        ("cuda", (12, 0), True),
-        ("cpu", None, False),
-    ],
-)
-def test_where_the_kernel_leaves_out_experts_without_rows(device, capability, expected):
-    with mock.patch("torch.cuda.get_device_capability", return_value=capability):
-        assert leaves_gaps(torch.device(device)) is expected
-
-
 def test_experts_that_the_kernel_leaves_out_get_zeros(monkeypatch):
     counts = torch.tensor([2, 0, 3])
     grad = draw(5, 16).detach().bfloat16()
@@ -239,23 +221,3 @@ def test_experts_that_the_kernel_leaves_out_get_zeros(monkeypatch):
     actual = GroupedProducts(products.offsets, counts == 0).weight_gradients(grad, rows)
     assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
     assert products.weight_gradients(grad, rows)[1].isnan().all()
-
-
-@pytest.mark.parametrize(
-    "change, applies",
-    [
-        (dict(), True),
-        (dict(is_cuda=False), False),
-        (dict(dtype=torch.float32), False),
-        (dict(dtype=torch.float16), False),
-        (dict(shape=(0, 32)), False),
-        (dict(shape=(3, 20)), False),
-    ],
-)
-def test_where_torch_has_a_grouped_kernel(change, applies):
-    tokens = SimpleNamespace(
-        **{"is_cuda": True, "dtype": torch.bfloat16, "shape": (3, 32), **change}
-    )
-    assert grouped_products_apply(tokens, 16) is applies
-    assert grouped_products_apply(tokens, 12) is False
-    assert grouped_products_apply(tokens, 16, 4) is False, "an adapter of rank 4"

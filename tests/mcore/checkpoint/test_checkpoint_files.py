@@ -65,13 +65,6 @@ def test_a_damaged_checkpoint_is_passed_over_and_named(tmp_path, fault):
     assert complete_checkpoints(tmp_path) == [older]
 
 
-def test_an_old_damaged_one_is_of_no_interest(tmp_path):
-    (write(tmp_path, 2) / STATE).unlink()
-    newest = write(tmp_path, 4)
-    assert newest_checkpoint(tmp_path) == (newest, [])
-    assert newest_checkpoint(tmp_path / "nothing") == (None, [])
-
-
 def test_a_killed_save_leaves_nothing_that_counts(tmp_path):
     """Two writers of the same step never share a directory; what they leave goes with the next
     save.
