@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 import sys
@@ -44,24 +43,6 @@ def test_arguments_and_exit_code_are_passed_through(monkeypatch):
     monkeypatch.setattr(cli, "import_module", lambda name: SimpleNamespace(main=main))
     assert cli.main(["plan", "--model", "x"]) == 3
     assert given == [["--model", "x"]]
-
-
-@pytest.mark.parametrize(("torchruns", "left"), [(False, [None, None]), (True, ["1", "4"])])
-def test_commands_are_one_process_unless_torchrun_started_them(
-    torchruns, left, monkeypatch, capsys
-):
-    monkeypatch.setenv("RANK", "1")
-    monkeypatch.setenv("WORLD_SIZE", "4")
-    if torchruns:
-        monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
-    seen = []
-
-    def main(arguments: list[str]) -> None:
-        seen.extend([os.environ.get("RANK"), os.environ.get("WORLD_SIZE")])
-
-    monkeypatch.setattr(cli, "import_module", lambda name: SimpleNamespace(main=main))
-    assert cli.main(["train", "x.yaml"]) == 0 and seen == left
-    assert ("WORLD_SIZE=4" in capsys.readouterr().err) is not torchruns
 
 
 def test_help_loads_nothing_heavy():

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from megatron_gspo.given_names import CHECKPOINTS, SAMPLES, files_named, folders_named, move_aside
+from megatron_gspo.given_names import CHECKPOINTS, SAMPLES, move_aside
 
 FOREIGN = (
     "step_best",
@@ -51,28 +51,6 @@ def test_steps_are_ordered_as_numbers(tmp_path):
     for step in (1_000_000, 999_990, 20, 10_000_000):
         (tmp_path / CHECKPOINTS.file_name(step)).mkdir()
     assert list(CHECKPOINTS.entries(tmp_path)) == [20, 999_990, 1_000_000, 10_000_000]
-
-
-def test_links_and_other_kinds_of_entries_are_not_the_programs(tmp_path):
-    (tmp_path / "elsewhere").mkdir()
-    (tmp_path / "text").write_text("x")
-    (tmp_path / "step_000001").symlink_to(tmp_path / "elsewhere")
-    (tmp_path / "step_000002").symlink_to(tmp_path / "nowhere")
-    (tmp_path / "step_000003").write_text("a file")
-    (tmp_path / "step_000004").mkdir()
-    (tmp_path / "step_000001.jsonl").symlink_to(tmp_path / "text")
-    (tmp_path / "step_000002.jsonl").mkdir()
-    (tmp_path / "step_000003.jsonl").write_text("{}")
-    assert list(CHECKPOINTS.named(tmp_path)) == [1, 2, 3, 4]
-    assert list(CHECKPOINTS.entries(tmp_path)) == [4]
-    assert list(SAMPLES.entries(tmp_path)) == [3]
-    assert sorted(path.name for path in folders_named(tmp_path, "step_.*")) == [
-        "step_000002.jsonl",
-        "step_000004",
-    ]
-    assert [path.name for path in files_named(tmp_path, r"step_\d+\.jsonl")] == [
-        "step_000003.jsonl"
-    ]
 
 
 def test_a_folder_may_itself_be_a_link_or_absent(tmp_path):

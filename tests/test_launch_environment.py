@@ -4,17 +4,13 @@ torchrun's processes do.
 
 from __future__ import annotations
 
-import json
 import os
 
 import pytest
 
-from megatron_gspo.errors import InputError
 from megatron_gspo.launch_environment import (
     run_alone,
-    tell_torchrun,
     warn_of_ignored_processes,
-    world_size,
 )
 
 POD = {
@@ -65,25 +61,3 @@ def test_a_run_of_one_process_says_that_the_others_are_ignored(environment, caps
     environment(TORCHRUN)
     warn_of_ignored_processes()
     assert capsys.readouterr().err == ""
-
-
-def test_the_number_of_processes():
-    assert world_size({}) == 1 and world_size(POD) == 4
-    for wrong in ("", "abc", "0", "-1", "2.0"):
-        with pytest.raises(InputError, match="WORLD_SIZE="):
-            world_size({"WORLD_SIZE": wrong})
-
-
-def test_torchruns_report_gets_the_line(tmp_path, monkeypatch):
-    monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
-    tell_torchrun("error: nobody asks")
-    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
-    tell_torchrun("error: rank 1: it broke")
-    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
-
-    failure = ProcessFailure(1, 123, 1, str(tmp_path / "error.json"))
-    assert failure.message["extraInfo"]["py_callstack"] == "error: rank 1: it broke"
-    assert failure.timestamp > 0
-    assert json.loads((tmp_path / "error.json").read_text())
-    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "missing" / "error.json"))
-    tell_torchrun("error: a folder that is gone")

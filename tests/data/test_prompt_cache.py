@@ -22,7 +22,7 @@ from megatron_gspo.data.prompt_cache import (
     digests_of,
     read_cache,
 )
-from megatron_gspo.data.prompt_files import HELD_OUT, PromptError
+from megatron_gspo.data.prompt_files import PromptError
 from megatron_gspo.data.prompts import PromptSet, load_prompts
 from tests.support.prompt_rows import write_jsonl
 from tests.support.samples import CharTokenizer
@@ -155,31 +155,6 @@ def test_other_kinds_of_files(kind, file):
         assert cache_key(path, file.parent / "model", DATA, "train") != key
 
 
-def test_several_files_and_splits(file):
-    datasets = pytest.importorskip("datasets")
-    parts = {
-        name: datasets.Dataset.from_list([{"prompt": name, "answer": "c"}])
-        for name in ("train", "test")
-    }
-    datasets.DatasetDict(parts).save_to_disk(file.parent / "saved")
-    cache = cache_of(file)
-
-    def texts(paths, split="train"):
-        loaded = cache.load(
-            paths, CharTokenizer(), replace(DATA, max_prompt_length=20), split=split
-        )
-        return [prompt.text for prompt in loaded.prompts]
-
-    saved = str(file.parent / "saved")
-    assert (texts(saved), texts(saved, HELD_OUT), texts(f"{saved}:test")) == (
-        ["train"],
-        ["test"],
-        ["test"],
-    )
-    assert texts((str(file), saved)) == ["a b", "too long", "dé", "\ufffd\n", "train"]
-    assert texts((saved, str(file)))[:2] == ["train", "a b"]
-
-
 def test_what_the_key_depends_on(file):
     def key(data: DataConfig = DATA, split: str = "train") -> str:
         return cache_key(file, file.parent / "model", data, split)
@@ -252,23 +227,6 @@ def test_a_damaged_cache_is_written_again(name, damage, file):
     assert read_cache(damaged.parent) is None
     assert_same(cache_of(file).load(file, CharTokenizer(), DATA), file)
     assert damaged.read_bytes() == content
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "[]",
-        "3",
-        "{}",
-        '{"sizes": []}',
-        '{"sizes": {}}',
-        '{"sizes": {}, "count": null, "dropped": 0, "largest_token": 0}',
-    ],
-)
-def test_a_manifest_of_another_form(text, file):
-    cache_of(file).load(file, CharTokenizer(), DATA)
-    (folder_of(file) / "manifest.json").write_text(text)
-    assert read_cache(folder_of(file)) is None
 
 
 def _load(file: Path, log: Path, seconds: float) -> None:

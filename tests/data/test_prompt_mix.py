@@ -87,19 +87,6 @@ def test_batches_from_a_cursor_are_one_sequence(start: int, sizes: list[int], se
         cursor = after
 
 
-def test_each_source_is_passed_through_in_its_own_order() -> None:
-    mix = source({"a": 1, "b": 2}, seed=3, a=8, b=4)
-    first, cursor = mix.batch(0, 6)
-    assert Counter(prompt.source for prompt in first) == {"a": 2, "b": 4}
-    assert {prompt.index for prompt in first if prompt.source == "b"} == {8, 9, 10, 11}, "a pass"
-    second, _ = mix.batch(cursor, 6)
-    passes = [[p.index for p in batch if p.source == "b"] for batch in (first, second)]
-    assert sorted(passes[0]) == sorted(passes[1]) and passes[0] != passes[1], "shuffled again"
-    assert not {p.index for p in first} & {p.index for p in second if p.source == "a"}
-    again = source({"a": 1, "b": 2}, seed=3, a=8, b=4)
-    assert again.batch(cursor, 6)[0].indices == second.indices
-
-
 def test_a_small_source_is_not_drawn_twice_in_a_batch() -> None:
     mix = source({"a": 1, "b": 1}, a=100, b=2)
     batch, cursor = mix.batch(0, 20)
@@ -110,13 +97,6 @@ def test_a_small_source_is_not_drawn_twice_in_a_batch() -> None:
         mix.check_sizes(20)
     with pytest.raises(PromptError, match="a batch needs 103 prompts and there are 102"):
         mix.batch(0, 103)
-
-
-def test_weights_count_as_they_are_written() -> None:
-    assert (
-        source({"a": 0.1, "b": 0.3}, a=50, b=50).batch(7, 40)[0].indices
-        == source({"a": 1, "b": 3}, a=50, b=50).batch(7, 40)[0].indices
-    )
 
 
 def test_a_million_draws_cost_no_more_than_one() -> None:

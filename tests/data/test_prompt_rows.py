@@ -11,7 +11,6 @@ import pytest
 
 from megatron_gspo.data.prompt_files import PromptError
 from megatron_gspo.data.prompt_rows import (
-    Remarks,
     answer_of,
     field_of,
     has_field,
@@ -244,15 +243,6 @@ def test_answers_as_files_have_them(value, text):
     assert answer_of("f line 1", "answer", value) == text
 
 
-def test_missing_values_of_pandas():
-    pandas = pytest.importorskip("pandas")
-    assert [answer_of("f line 1", "answer", value) for value in (pandas.NaT, pandas.NA)] == [
-        None,
-        None,
-    ]
-    assert answer_of("f line 1", "answer", pandas.Timestamp("2026-01-31")) == "2026-01-31T00:00:00"
-
-
 @pytest.mark.parametrize(
     ("value", "message"),
     [
@@ -275,14 +265,3 @@ def test_halves_of_surrogate_pairs():
     assert mended({"\ud83d": ["a\ud83d", "\ude00b", "\ud83d\ude00"]}) == {
         "\ufffd": ["a\ufffd", "\ufffdb", "😀"]
     }
-
-
-def test_remarks_count_rows_and_name_the_first():
-    remarks = Remarks()
-    for line in (3, 5, 9):
-        remarks.add("has no answer", f"f line {line}")
-    remarks.add("has tools", "f line 4")
-    assert remarks.lines() == (
-        "f line 3: has no answer (and in 2 other rows)",
-        "f line 4: has tools",
-    )

@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from megatron_gspo.config import DataConfig, TaskConfig
+from megatron_gspo.config import TaskConfig
 from megatron_gspo.data.prompts import PromptError
 from megatron_gspo.data.tasks import load_task
 from megatron_gspo.rewards.verifiers import load_verifier
@@ -63,15 +63,6 @@ def test_answer_styles_and_partial_credit():
     )
     assert 0 < load_verifier("reasoning_gym")(wordy, prompt) < 1
     assert load_verifier("reasoning_gym", {"partial_credit": False})(wordy, prompt) == 0.0
-
-
-def test_prompt_format_applies():
-    prompt_format = DataConfig(
-        prompt_template="{question}?", max_prompt_length=500, prompt_key="ignored"
-    )
-    spec = TaskConfig(name="chain_sum", kwargs=SMALL, size=2, eval_size=1)
-    task = load_task(spec, CharTokenizer(), prompt_format)
-    assert all(text.endswith("=?") for text in texts(task.train) + texts(task.evaluation))
 
 
 @pytest.mark.parametrize(

@@ -26,15 +26,6 @@ bisect = study.bisect
 TOLERANCE = study.TOLERANCE
 
 
-@pytest.mark.parametrize("target", [0.001, 0.3, 0.74])
-def test_a_rate_that_grows_with_the_strength(target: float) -> None:
-    """0.75 (1 - exp(-s)) is the target at s = -ln(1 - target / 0.75)."""
-    strength, rate = bisect(lambda s: 0.75 * (1 - math.exp(-s)), target)
-    assert rate == 0.75 * (1 - math.exp(-strength)) == pytest.approx(target, rel=TOLERANCE)
-    exact = -math.log(1 - target / 0.75)
-    assert strength == pytest.approx(exact, rel=0.06) or target == 0.74
-
-
 def test_a_target_that_no_strength_reaches() -> None:
     with pytest.raises(
         ConfigError, match="target_flip_rate = 0.8: the strongest noise reaches 0.75; set it below"
@@ -118,29 +109,3 @@ def test_engine_and_trainer_differ_by_the_target(measured: Any, engines: str) ->
 def test_every_rank_and_layout_finds_the_same_strength(measured: Any, layout: str) -> None:
     ((strength, rate, _),) = measured("one process", "both")
     assert [(s, pytest.approx(r)) for s, r, _ in measured(layout, "both")] == [(strength, rate)] * 2
-
-
-def passes(rank: int, world: int, plain: dict[str, Any]) -> tuple[int, int, int]:
-    """(forward passes of a calibration, strengths that it measures, micro-batches of a pass)."""
-    config = Config.from_dict(plain)
-    strengths = []
-    count = []
-    with build_components(config) as run:
-        run.groups.update_weights(run.policy.weights, version=0)
-        batch, plan = study._first_responses(run)
-        batch = study.with_rollout_routes(run, batch, plan, None)
-
-        def rate(strength: float) -> float:
-            strengths.append(strength)
-            return study.flip_rate(run, batch, plan, strength)
-
-        expected = bisect(rate, TARGET)
-        run.policy.chunks[0].register_forward_hook(lambda *_: count.append(1))
-        assert study.calibrated_strength(run, 0, TARGET) == expected
-        return len(count), len(strengths), len(plan.rows[0])
-
-
-def test_routes_without_noise_are_recorded_once(tmp_path: Path) -> None:
-    plain = plain_config(tiny_model(tmp_path / "model"), tmp_path, "trainer", {})
-    ((count, strengths, micro_batches),) = run_distributed(passes, 1, plain)
-    assert strengths > 1 and count == (1 + strengths) * micro_batches

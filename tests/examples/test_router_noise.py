@@ -54,36 +54,6 @@ def test_each_number_is_that_of_a_naive_loop():
     np.testing.assert_allclose(noise.numpy(), wanted, rtol=1e-6, atol=1e-6)
 
 
-def test_a_token_has_the_same_noise_in_any_packing():
-    segments = torch.tensor([0, 0, 1, 1, 1, 2])
-    positions = torch.tensor([0, 1, 0, 1, 2, 0])
-    whole = gaussian_noise(token_seeds(5, SEQUENCES, segments, positions), 0, 8)
-    order = torch.tensor([4, 0, 5])
-    part = gaussian_noise(
-        token_seeds(5, SEQUENCES[::-1], 2 - segments[order], positions[order]), 0, 8
-    )
-    torch.testing.assert_close(part, whole[order], rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("change", ["seed", "layer", "prompt", "high word", "sample", "position"])
-def test_everything_else_gives_other_noise(change):
-    here = torch.zeros(500, dtype=torch.int64)
-    there = torch.arange(500)
-
-    def noise(seed=1, layer=0, sequence=(0, 0), positions=there):
-        return gaussian_noise(token_seeds(seed, [sequence], here, positions), layer, 16).flatten()
-
-    other = {
-        "seed": lambda: noise(seed=2),
-        "layer": lambda: noise(layer=1),
-        "prompt": lambda: noise(sequence=(1, 0)),
-        "high word": lambda: noise(sequence=(2**32, 0)),
-        "sample": lambda: noise(sequence=(0, 1)),
-        "position": lambda: noise(positions=there + 1),
-    }[change]()
-    assert abs(np.corrcoef(noise(), other)[0, 1]) < 5 / math.sqrt(8000)
-
-
 def test_the_noise_is_standard_normal():
     seeds = token_seeds(9, [(0, 0)], torch.zeros(20_000, dtype=torch.int64), torch.arange(20_000))
     noise = gaussian_noise(seeds, 0, 16).double()

@@ -18,22 +18,13 @@ from megatron_gspo.data.prompts import PromptSource
 from megatron_gspo.data.sample import Prompt, Sample
 from megatron_gspo.data.sample_batch import SampleBatch, rows_of
 from megatron_gspo.loop.generation import DataCursor, RolloutGenerator, next_prompts, rollout_seed
-from megatron_gspo.loop.reward_scoring import VerifierRewards
 from megatron_gspo.loop.rollout_log import rollout_record
 from megatron_gspo.loop.timers import Timers
-from megatron_gspo.rewards.scorer import RewardScorer
-from megatron_gspo.rewards.source_scorers import SourceScorers
-from megatron_gspo.rewards.verifiers import VerifierError
 from megatron_gspo.rollout.in_process_source import InProcessSource
-from tests.support import spelling_verifier
-from tests.support.distributed import run_distributed
 from tests.support.samples import ReadItems, make_prompt, make_sample
-from tests.support.scripted_engine import ScriptedEngine, ScriptedResponse
+from tests.support.scripted_engine import ScriptedEngine
 from tests.support.scripted_servers import (
-    ScriptedServers,
-    collective_weights,
     scripted_response,
-    server_source,
 )
 from tests.support.training_runs import base_config
 
@@ -196,13 +187,6 @@ def test_a_small_data_set_is_not_used_twice_in_a_step():
     assert len(taken) == len(set(taken)) and len(rollout.batch) == 6
 
 
-def test_no_score_at_all_ends_the_run():
-    with pytest.raises(
-        VerifierError, match=r"verifier 'mine' failed on all 6 responses of a batch .*; fix it"
-    ):
-        generator(Rewards(fails=True)).draw(0, DataCursor(), Timers())
-
-
 SERVERS = {"engine": "sglang"}
 SGLANG = {"urls": ["http://a:1"]}
 
@@ -255,45 +239,6 @@ def test_servers_generate_while_the_first_groups_are_scored(workers, waiting, mo
     assert indices(rollout.batch) == indices(at_once.batch)
 
 
-def numbered(prompt: Prompt, number: int, seed: int) -> ScriptedResponse:
-    return ScriptedResponse(
-        [5 + number, 6 + prompt.index, 1], [-1.0] * 3, text=f"{prompt.index} {number}"
-    )
-
-
-def drawn_from_servers(rank: int, world: int) -> list[tuple[list, list]]:
-    """A step in parts and one at once: its rows, and this rank's texts with their rewards. The
-    servers finish the last group first; both ranks are clients and score."""
-    drawn = []
-    with RewardScorer(f"{spelling_verifier.__file__}:score", timeout=None) as scorer:
-        for parts in (4, 1):
-            source = server_source(ScriptedServers(numbered), clients=(0, 1))
-            source.update_weights(collective_weights, version=0)
-            made = generator(rollout={**SERVERS, "rollout_batch_size": 9}, sglang=SGLANG)
-            rewards = VerifierRewards(SourceScorers({"": scorer}), "spelling")
-            made = replace(made, groups=source, rewards=rewards)
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setattr("megatron_gspo.loop.generation._PARTS", parts)
-                batch = made.draw(1, DataCursor(), Timers()).batch
-            drawn.append(
-                (batch.table.tolist(), [(i, sample.text) for i, sample in batch.held.items()])
-            )
-    return drawn
-
-
-@pytest.mark.slow
-def test_parts_of_several_ranks_are_the_batch_that_is_collected_at_once():
-    first, second = run_distributed(drawn_from_servers, 2)
-    assert first[0] == first[1] and second[0] == second[1], "in parts and at once"
-    table = first[0][0]
-    texts = dict([*first[0][1], *second[0][1]])
-    assert table == second[0][0]
-    assert [texts[i] for i in range(18)] == [f"{i} {j}" for i in range(9) for j in (0, 1)]
-    assert [row[1] for row in table] == pytest.approx(
-        [spelling_verifier.score(texts[i], None) for i in range(18)]
-    )
-
-
 def test_what_is_generated_at_once_is_scored_at_once():
     source = LastFirst()
     made = replace(
@@ -341,16 +286,6 @@ def test_with_overlap_the_next_steps_groups_are_submitted_before_training():
         ([0, 1, 2], rollout_seed(7, 0)),
         ([3, 4, 5, 6, 7, 8], rollout_seed(7, 1)),
     ]
-
-
-def test_supervised_training_has_no_rewards():
-    made = generator(
-        Rewards(fails=True),
-        algorithm={"name": "sft"},
-        rollout={"engine": "sft", "rollout_batch_size": 6, "n_samples_per_prompt": 1},
-    )
-    rollout = made.draw(3, DataCursor(1), Timers())
-    assert rollout.metrics == {} and len(rollout.batch) == 6 and rollout.cursor.pending == ()
 
 
 def test_the_cursor_is_filled_with_prompts_that_are_not_used():

@@ -28,33 +28,6 @@ def test_exact_match():
         load_verifier("reasoning_gym")("4", make_prompt())
 
 
-GSM8K = "She sold 48/2 = <<48/2=24>>24 clips in May.\nIn all 1200+34 = 1,234.\n#### 1,234"
-
-
-@pytest.mark.parametrize(
-    ("style", "answer", "response", "reward"),
-    [
-        ("hash", GSM8K, "It is 1200 + 34.\n#### 1234", 1.0),
-        ("hash", GSM8K, "#### $1,234.00", 1.0),
-        ("hash", GSM8K, "#### 1235", 0.0),
-        ("hash", GSM8K, "1234", 0.0),
-        ("hash", "72", "#### 72.", 1.0),
-        ("boxed", "so $x = \\boxed{\\frac{1}{2}}$.", "\\boxed{\\frac{1}{2}}", 1.0),
-        ("boxed", "5", "I get \\boxed{4}. No: \\boxed{5.0}", 1.0),
-        ("tag", "<answer>4</answer>", "<answer> 4.0 </answer>", 1.0),
-        ("whole", "72.0", "72", 1.0),
-        ("whole", "72", " 72.0\n", 1.0),
-        ("whole", "true", "True", 1.0),
-        ("whole", "#### 72", "72", 0.0),
-    ],
-)
-def test_exact_match_of_numbers_and_of_whole_solutions_as_answers(style, answer, response, reward):
-    assert (
-        load_verifier("exact_match", {"style": style})(response, make_prompt(answer=answer))
-        == reward
-    )
-
-
 def test_a_users_function_from_a_file_and_from_a_module(tmp_path, monkeypatch):
     (tmp_path / "my_verifiers.py").write_text(USERS)
     from_file = load_verifier(f"{tmp_path}/my_verifiers.py:length")

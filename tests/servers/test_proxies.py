@@ -7,7 +7,6 @@ import socket
 
 import psutil
 import pytest
-import requests
 from aiohttp import web
 
 from megatron_gspo.servers.http_client import ServerClient, ServerError, open_session
@@ -61,21 +60,6 @@ def test_the_name_under_which_a_server_listens_is_excluded():
     assert "node1-ib" in entries(around_the_proxy(PROXY, "node1-ib"))
     for wildcard in ("0.0.0.0", "::", ""):
         assert wildcard not in entries(around_the_proxy(PROXY, wildcard))
-
-
-def test_without_a_proxy_nothing_changes():
-    for environment in ({"PATH": "/bin"}, {"http_proxy": "", "no_proxy": "a"}):
-        assert around_the_proxy(environment) == environment
-
-
-@pytest.mark.parametrize(
-    "url", ["http://127.0.0.1:1", "http://[::1]:1", "http://localhost:1", "https://127.0.0.1:1"]
-)
-def test_requests_agrees_about_the_servers_environment(url, monkeypatch):
-    """SGLang's warm-up request is made with requests."""
-    for name, value in around_the_proxy(PROXY).items():
-        monkeypatch.setenv(name, value)
-    assert requests.utils.select_proxy(url, requests.utils.get_environ_proxies(url)) is None
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_gspo.tools import plot_run
-from megatron_gspo.tracking.plots import PANELS, _has_data, draw_curves, draw_run
+from megatron_gspo.tracking.plots import PANELS, _has_data, draw_run
 
 pytest.importorskip("matplotlib")
 
@@ -52,24 +51,3 @@ def test_one_run_is_drawn(tmp_path: Path) -> None:
     assert file.read_bytes().startswith(b"\x89PNG")
     drawn = colours(file)
     assert BLUE in drawn and ORANGE not in drawn
-
-
-def test_a_colour_for_each_run(tmp_path: Path) -> None:
-    runs = {"a": RL, "b": [{"step": 1, "reward/mean": 0.9}, {"step": 2, "reward/mean": 0.7}]}
-    drawn = colours(draw_curves(runs, tmp_path / "both.png"))
-    assert BLUE in drawn and ORANGE in drawn
-
-
-def test_nothing_to_draw(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="empty: holds no metric to draw"):
-        draw_curves({"empty": [{"step": 1}]}, tmp_path / "x.png")
-
-
-def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = write(tmp_path / "run", RL)
-    assert plot_run.main([str(run)]) == 0
-    assert capsys.readouterr().out.strip() == str(run / "curves.png")
-    assert plot_run.main([str(run), str(run), "--output", str(tmp_path / "two.png")]) == 0
-    assert (tmp_path / "two.png").exists()
-    assert plot_run.main([str(tmp_path / "absent")]) == 2
-    assert capsys.readouterr().err.count("\n") == 1

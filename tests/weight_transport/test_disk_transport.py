@@ -63,21 +63,6 @@ def test_the_config_of_quantised_weights_names_their_format(tmp_path: Path) -> N
         assert written == {"model_type": "qwen3", "quantization_config": {"quant_method": wanted}}
 
 
-def test_eight_bits_are_what_safetensors_reads(tmp_path: Path) -> None:
-    stream = [
-        ("w", torch.randn(3, 5).to(torch.float8_e4m3fn)),
-        ("w_scale_inv", torch.randn(1, 1)),
-        ("v", torch.arange(6).to(torch.int8).view(2, 3)),
-    ]
-    transport = DiskTransport(SGLangAPI(), tmp_path / "weights")
-    write(transport, "0a:1", [stream])
-    index = json.loads((transport.checkpoint / INDEX).read_text())
-    for name, wanted in stream:
-        with safe_open(transport.checkpoint / index["weight_map"][name], framework="pt") as file:
-            stored = file.get_tensor(name)
-        assert stored.dtype == wanted.dtype and torch.equal(stored.float(), wanted.float())
-
-
 def test_only_the_newest_stays(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "model.safetensors").write_text("not copied")

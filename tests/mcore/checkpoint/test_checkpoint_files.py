@@ -164,17 +164,6 @@ def test_what_stands_where_a_checkpoint_goes_is_kept(tmp_path, capsys, occupant)
     assert sorted(entry.name for entry in folder.iterdir()) == ["step_000003", "step_000003.kept"]
 
 
-def test_steps_are_ordered_as_numbers(tmp_path):
-    for step in (999_990, 1_000_000, 10_000_010):
-        write(tmp_path, step)
-    assert newest_checkpoint(tmp_path)[0] == tmp_path / "step_10000010"
-    remove_old(tmp_path, keep=2)
-    assert [path.name for path in complete_checkpoints(tmp_path)] == [
-        "step_1000000",
-        "step_10000010",
-    ]
-
-
 def test_leftovers_are_only_what_a_save_names(tmp_path):
     kept = (".partial_best", ".removed_by_me", ".partial_000004", ".DS_Store", "lost+found")
     for name in kept:
