@@ -85,7 +85,7 @@ def resume(policy: Policy, config: Config) -> tuple[LoopState, Path | None]:
     )
     if checkpoint is None:
         return LoopState(), None
-    state = LoopState(**_with_callbacks(load_checkpoint(policy, checkpoint)))
+    state = LoopState(**load_checkpoint(policy, checkpoint))
     if dist.get_rank() == 0:
         logger.info(f"resumed from {checkpoint}: step {state.step}")
     return state, checkpoint
@@ -217,27 +217,10 @@ def _choose(config: Config) -> Path | None:
 
 def _check_state(path: Path, state: Mapping[str, Any]) -> None:
     known = {field.name for field in fields(LoopState)}
-    wrong = sorted(known ^ _with_callbacks(state).keys())
+    wrong = sorted(known ^ state.keys())
     if wrong:
         what = "lacks" if wrong[0] in known else "has the unknown key"
         raise CheckpointError(
             f"{path}/state.json {what} {wrong[0]}: it is of another version of this program; "
             "continue with that version or start again in another run_dir"
         )
-    if _has_no_noise(state):
-        logger.info(f"{path}/state.json: noise_strength is null and left out: no router had noise")
-
-
-def _with_callbacks(saved: Mapping[str, Any]) -> dict[str, Any]:
-    """The state of a checkpoint, also of one that was saved before the guard and the study of
-    perturbed routers were callbacks. One with noise can't be continued."""
-    state = dict(saved)
-    if "low_steps" in state:
-        state["callbacks"] = {"guard": {"low_steps": state.pop("low_steps")}}
-    if _has_no_noise(state):
-        del state["noise_strength"]
-    return state
-
-
-def _has_no_noise(saved: Mapping[str, Any]) -> bool:
-    return "noise_strength" in saved and saved["noise_strength"] is None

@@ -152,16 +152,6 @@ def test_the_state_after_a_step():
     assert LoopState(**json.loads(json.dumps(asdict(after)))).data_cursor == DataCursor(8, (6, 7))
 
 
-def test_a_state_from_before_the_callbacks_keeps_the_guards_count(capsys):
-    saved = asdict(LoopState(step=3))
-    del saved["callbacks"]
-    saved |= {"low_steps": 2, "noise_strength": None}
-    checkpoints._check_state(Path("at"), saved)
-    assert "at/state.json: noise_strength is null and left out" in capsys.readouterr().err
-    state = LoopState(**checkpoints._with_callbacks(saved))
-    assert state == LoopState(step=3, callbacks={"guard": {"low_steps": 2}})
-
-
 def test_a_state_of_another_version_is_refused():
     state = asdict(LoopState())
     checkpoints._check_state(Path("at"), state)
