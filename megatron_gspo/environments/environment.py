@@ -104,7 +104,7 @@ class Environments:
         self._live: OrderedDict[tuple[int, int, int], _LiveEnvironment] = OrderedDict()
 
     def answer(self, request: StepRequest) -> Reply:
-        """("ok", the fields of a Turn, None), or ("invalid" or "error", None, why).
+        """The fields of a `Turn` as the value, or the status "invalid" or "error".
 
         The fields of an opening are `tools` and `messages`; it has none without tools. Never
         raises.
@@ -116,13 +116,13 @@ class Environments:
                 fields, fault = _opening(self._environment_of(request).environment)
         except (Exception, SystemExit) as error:
             self._forget(request.episode)
-            return "error", None, describe(error)
+            return Reply("error", message=describe(error))
         if fault:
             self._forget(request.episode)
-            return "invalid", None, fault
+            return Reply("invalid", message=fault)
         if fields.get("done"):
             self._forget(request.episode)
-        return "ok", fields, None
+        return Reply("ok", fields)
 
     def _step(self, request: StepRequest) -> tuple[dict[str, Any], str]:
         """The fields of the turn after the last response, and why it is none. A new environment has

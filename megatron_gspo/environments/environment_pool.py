@@ -47,8 +47,7 @@ class EnvironmentPool:
             self._pool = RewardPool(name, options, timeout=timeout, workers=workers, served=_SERVED)
 
     def step(self, requests: Sequence[StepRequest]) -> list[Reply]:
-        """A reply for each, in their order: ("ok", fields of a Turn, None) or ("error", "timeout"
-        or "invalid", None, why)."""
+        """A reply for each, in their order; the value is the fields of a `Turn`."""
         if self._pool is not None:
             return self._pool.run(requests)
         assert self._here is not None

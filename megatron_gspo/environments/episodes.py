@@ -159,8 +159,9 @@ class EpisodeHost:
 
         prompt = request.prompt
         unopened = StepRequest(prompt, request.sample_index, _environment_seed(request), ())
-        status, opening, message = await step(unopened)
-        tools = opening.get("tools") if status == "ok" else None
+        first_reply = await step(unopened)
+        opening = first_reply.value if first_reply.status == "ok" else {}
+        tools = opening.get("tools")
         limits = replace(
             self.limits, max_call_length=min(self.limits.max_call_length, max_response_length)
         )
@@ -174,8 +175,8 @@ class EpisodeHost:
         number = 0  # of an address, which it does not have
         run = AgentRun(number, request.run_seed, limits, rendering, generator)
         opened.append(run)
-        outcome = Outcome(math.nan, f"{status}: {message}")
-        if status == "ok":
+        outcome = Outcome(math.nan, f"{first_reply.status}: {first_reply.message}")
+        if first_reply.status == "ok":
             messages = opening.get("messages") or [{"role": "user", "content": prompt.text}]
             try:
                 outcome = await _play(run, unopened, messages, tools, step)
@@ -268,9 +269,10 @@ async def _take_turns(
             return Outcome(math.nan)
         message = chat.response_body(call, reply)["choices"][0]["message"]
         responses.append(message["content"] if tools is None else message)
-        status, turn, why = await step(replace(unopened, responses=tuple(responses)))
-        if status != "ok":
-            return Outcome(math.nan, f"{status}: {why}")
+        stepped = await step(replace(unopened, responses=tuple(responses)))
+        if stepped.status != "ok":
+            return Outcome(math.nan, f"{stepped.status}: {stepped.message}")
+        turn = stepped.value
         run.set_reward(turn["reward"], reply.id)
         if turn["done"]:
             return Outcome(sum(run.turn_rewards.values()))

@@ -144,10 +144,10 @@ class RewardScorer:
         if self._pool is None:
             assert self._verifier is not None
             return run_batch(self._verifier, texts, prompts)
-        [(status, replies, message)] = self._pool.run([(texts, prompts)])
-        if status != "ok":
-            return [(status, None, message)] * len(texts)
-        return [tuple(reply) for reply in replies]
+        [reply] = self._pool.run([(texts, prompts)])
+        if reply.status != "ok":
+            return [reply] * len(texts)
+        return [Reply(**fields) for fields in reply.value]
 
     def _run_here(self, requests: Sequence[tuple[str, Prompt]]) -> list[Reply]:
         """Score in this process.
@@ -198,17 +198,17 @@ class RewardScorer:
     def _summarise(self, replies: Sequence[Reply]) -> Scores:
         failure_reward = np.nan if self._failure_reward is None else self._failure_reward
         rewards = np.array(
-            [failure_reward if value is None else value for _, value, _ in replies],
+            [failure_reward if reply.value is None else reply.value for reply in replies],
             dtype=np.float32,
         )
         first_messages: dict[str, str] = {}
-        for status, _, message in replies:
-            if status != "ok":
-                first_messages.setdefault(status, message or "")
-        statuses = tuple(status for status, _, _ in replies)
+        for reply in replies:
+            if reply.status != "ok":
+                first_messages.setdefault(reply.status, reply.message or "")
+        statuses = tuple(reply.status for reply in replies)
         # The message of a success is the name of its verdict.
-        messages = tuple("" if status == "ok" else message or "" for status, _, message in replies)
-        verdicts = [message for status, _, message in replies if status == "ok"]
+        messages = tuple("" if reply.status == "ok" else reply.message or "" for reply in replies)
+        verdicts = [reply.message for reply in replies if reply.status == "ok"]
         return Scores(
             rewards=rewards,
             statuses=statuses,

@@ -5,10 +5,10 @@ through `multiprocessing`, whose spawned children would import the training scri
 it, again. `worker_keeper` ends it with all processes that it started.
 
 Protocol: the parent sends (verifier name, options), then pickled (text, prompt) pairs; each is
-answered by one JSON object {"status": ..., "value": number or null, "message": text or null}; the
-first reply's message is what the verifier says of itself, its `description`, and its value whether
-it takes a batch: then a request has lists, and the value of its reply is a list of replies. "last" is in a
-reply after which the worker ends. `serve` also runs environments.
+answered by the fields of one `Reply` as a JSON object. The first reply's message is what the
+verifier says of itself, its `description`, and its value whether it takes a batch: then a request
+has lists, and the value of its reply is a list of replies. "last" is true in a reply after which
+the worker ends. `serve` also runs environments.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import pickle
 import resource
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from decimal import Decimal
 from multiprocessing.connection import Connection
 from typing import Any
@@ -36,20 +37,32 @@ from megatron_gspo.terminal import get_logger, outlive_terminal
 
 logger = get_logger(__name__)
 
-Reply = tuple[str, Any, str | None]  # status, value (a verifier's is a float, or None), message
 _MAX_MESSAGE = 300
 _MAX_REWARD = float(np.finfo(np.float32).max)
 
 
+@dataclass(frozen=True)
+class Reply:
+    """What a worker answers to one request.
+
+    status: "ok", "invalid", "error" or "timeout". value: with "ok", of a verifier the reward, of an
+    environment the fields of a turn. message: with "ok" the name of the reward, else why there is
+    no value.
+    """
+
+    status: str
+    value: Any = None
+    message: str | None = None
+
+
 def run_verifier(verifier: Verifier, text: str, prompt: Prompt) -> Reply:
-    """Call a verifier: ("ok", reward, its name or None), or ("invalid" or "error", None, why).
-    Never raises, but for Ctrl-C."""
+    """Call a verifier. The status is "ok", "invalid" or "error". Never raises, but for Ctrl-C."""
     try:
         return _checked(verifier(text, prompt))
     except KeyboardInterrupt:
         raise
     except BaseException as error:
-        return "error", None, describe(error)
+        return Reply("error", message=describe(error))
 
 
 def run_batch(
@@ -62,20 +75,21 @@ def run_batch(
             count = len(values)
         except TypeError:
             shown = _shown(values)
-            return [("invalid", None, f"the verifier returned {shown}; return a list")] * len(texts)
+            problem = f"the verifier returned {shown}; return a list"
+            return [Reply("invalid", message=problem)] * len(texts)
         if count != len(texts):
             problem = f"the verifier returned {count} rewards for {len(texts)} responses"
-            return [("invalid", None, f"{problem}; return one for each")] * len(texts)
+            return [Reply("invalid", message=f"{problem}; return one for each")] * len(texts)
         return [_checked(value) for value in values]
     except KeyboardInterrupt:
         raise
     except BaseException as error:
-        return [("error", None, describe(error))] * len(texts)
+        return [Reply("error", message=describe(error))] * len(texts)
 
 
 def _checked(value: object) -> Reply:
     if isinstance(value, Exception):  # of one response of a batch
-        return "error", None, describe(value)
+        return Reply("error", message=describe(value))
     if isinstance(value, dict) and "score" in value:  # as verl's functions return
         value = value["score"]
     name = value.name if isinstance(value, NamedReward) else None
@@ -84,12 +98,13 @@ def _checked(value: object) -> Reply:
     if isinstance(value, (numbers.Real, Decimal)):
         reward = float(value)
         if abs(reward) <= _MAX_REWARD:  # False for NaN
-            return "ok", reward, name
-        return "invalid", None, f"the verifier returned {reward}; return a finite number (float32)"
+            return Reply("ok", reward, name)
+        problem = f"the verifier returned {reward}; return a finite number (float32)"
+        return Reply("invalid", message=problem)
     fix = "return a number"
     if isinstance(value, dict):
         fix = 'return a number, or a dictionary with "score"'
-    return "invalid", None, f"the verifier returned {_shown(value)}; {fix}"
+    return Reply("invalid", message=f"the verifier returned {_shown(value)}; {fix}")
 
 
 def describe(error: BaseException) -> str:
@@ -115,15 +130,14 @@ def _load(connection: Connection, load: Callable[[str, Any], Any]) -> tuple[Any,
         description = getattr(served, "description", None)
         if description is not None:
             description = _one_line(str(description))
-        return served, ("ok", getattr(served, "takes_batch", False), description)
+        return served, Reply("ok", getattr(served, "takes_batch", False), description)
     except BaseException as error:
-        return None, ("error", None, _one_line(str(error)) or type(error).__name__)
+        return None, Reply("error", message=_one_line(str(error)) or type(error).__name__)
 
 
 def _send(connection: Connection, reply: Reply, *, is_last: bool = False) -> None:
-    status, value, message = reply
-    fields = {"status": status, "value": value, "message": message, "last": is_last}
-    connection.send_bytes(json.dumps(fields).encode())
+    fields = {**vars(reply), "last": is_last}
+    connection.send_bytes(json.dumps(fields, default=asdict).encode())
 
 
 def _memory() -> int:
@@ -180,7 +194,7 @@ def main(arguments: list[str]) -> None:
 
 def _answer(verifier: Verifier, request: tuple[Any, Any]) -> Reply:
     if getattr(verifier, "takes_batch", False):
-        return "ok", run_batch(verifier, *request), None
+        return Reply("ok", run_batch(verifier, *request))
     return run_verifier(verifier, *request)
 
 

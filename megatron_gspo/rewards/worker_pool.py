@@ -169,10 +169,7 @@ class RewardPool:
         return [worker.process.pid for worker in self._workers]
 
     def run(self, requests: Sequence[Any]) -> list[Reply]:
-        """Score (response text, prompt) pairs: one (status, value, message) each, in their order.
-
-        status: "ok", "invalid", "error" or "timeout"; value only with "ok".
-        """
+        """Score (response text, prompt) pairs: a reply for each, in their order."""
         if not self._finalizer.alive:
             raise RuntimeError("the reward pool is closed; make a new one")
         for worker in list(self._workers):
@@ -187,7 +184,7 @@ class RewardPool:
                 break
             next_notice = self._notice(requests, replies, next_notice)
             self._collect(replies, until=next_notice)
-        lost: Reply = ("error", None, self._last_failure)
+        lost = Reply("error", message=self._last_failure)
         return [lost if reply is None else reply for reply in replies]
 
     def close(self) -> None:
@@ -285,41 +282,38 @@ class RewardPool:
                 self._receive(worker, replies, starting)
             elif worker.deadline is not None and time.monotonic() >= worker.deadline:
                 limit = self._timeout if worker.ready else self._start_timeout
-                self._fail(
-                    worker, replies, ("timeout", None, f"no result after {limit:g} s"), starting
-                )
+                late = Reply("timeout", message=f"no result after {limit:g} s")
+                self._fail(worker, replies, late, starting)
 
     def _receive(self, worker: _Worker, replies: list[Reply | None], starting: bool) -> None:
         try:
-            reply = json.loads(worker.connection.recv_bytes())
-            status = reply["status"]
-            value = reply["value"]
-            message = reply["message"]
-            is_last = reply.get("last", False)
-        except (EOFError, OSError, ValueError, KeyError, TypeError):
+            fields = json.loads(worker.connection.recv_bytes())
+            is_last = fields.pop("last")
+            reply = Reply(**fields)
+        except (EOFError, OSError, ValueError, KeyError, TypeError, AttributeError):
             _kill(worker)
             code = worker.process.returncode
             cause = f"exit code {code}"
             if code < 0:
                 cause = signal.strsignal(-code) or f"signal {-code}"
-            ended = f"the {self._served.what}'s process ended ({cause})"
-            self._fail(worker, replies, ("error", None, ended), starting)
+            ended = Reply("error", message=f"the {self._served.what}'s process ended ({cause})")
+            self._fail(worker, replies, ended, starting)
             return
         if worker.ready:
             assert worker.task is not None
-            replies[worker.task] = (status, value, message)
+            replies[worker.task] = reply
             worker.task = None
             worker.deadline = None
             if is_last:
                 self._replace(worker)
-        elif status == "ok":
+        elif reply.status == "ok":
             worker.ready = True
             worker.deadline = None
             worker.failed_starts = 0
-            self.description = message
-            self.takes_batch = bool(value)
+            self.description = reply.message
+            self.takes_batch = bool(reply.value)
         else:
-            self._fail(worker, replies, (status, None, message), starting)
+            self._fail(worker, replies, reply, starting)
 
     def _fail(
         self, worker: _Worker, replies: list[Reply | None], reply: Reply, starting: bool
@@ -333,7 +327,7 @@ class RewardPool:
         if worker.ready:
             self._replace(worker)
             return
-        self._last_failure = f"the {self._served.what} could not be loaded: {reply[2]}"
+        self._last_failure = f"the {self._served.what} could not be loaded: {reply.message}"
         if starting or worker.failed_starts + 1 >= _MAX_FAILED_STARTS:
             _kill(worker)
             self._workers.remove(worker)

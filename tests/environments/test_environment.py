@@ -15,8 +15,8 @@ def test_environments_are_let_go(tmp_path, monkeypatch):
     for sample in range(3):
         live.answer(request("a", sample=sample))
     assert log.read_text().splitlines().count("closed") == 1  # of sample 0, left alone longest
-    assert live.answer(request("a", "b", sample=0))[1]["reward"] == 2.0  # played back
-    assert live.answer(request("a", "b", "c", sample=0))[1]["done"] is True
+    assert live.answer(request("a", "b", sample=0)).value["reward"] == 2.0  # played back
+    assert live.answer(request("a", "b", "c", sample=0)).value["done"] is True
     # Of sample 1 for room; of sample 0, whose episode is over.
     assert log.read_text().splitlines().count("closed") == 3
     live.answer(request("raise", sample=5))
@@ -39,8 +39,8 @@ def test_environments_are_let_go(tmp_path, monkeypatch):
     ],
 )
 def test_what_is_no_turn_is_said(response, fault):
-    status, turn, message = load_environments(f"{FILE}:stranger").answer(request(response))
-    assert (status, turn) == ("invalid", None) and message.startswith(fault)
+    reply = load_environments(f"{FILE}:stranger").answer(request(response))
+    assert (reply.status, reply.value) == ("invalid", None) and reply.message.startswith(fault)
 
 
 @pytest.mark.parametrize(

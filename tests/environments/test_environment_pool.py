@@ -3,6 +3,7 @@
 import pytest
 
 from megatron_gspo.environments.environment_pool import EnvironmentPool
+from megatron_gspo.rewards.worker import Reply
 from tests.support.environment_requests import COUNTDOWN, request
 
 
@@ -17,24 +18,21 @@ def pool(request):
 
 def test_two_episodes_side_by_side(pool):
     assert pool.step([request("ab"), request("abc", sample=1)]) == [
-        ("ok", {"observation": "<2>", "reward": 1.0, "done": False}, None),
-        ("ok", {"observation": "<3>", "reward": 1.0, "done": False}, None),
+        Reply("ok", {"observation": "<2>", "reward": 1.0, "done": False}),
+        Reply("ok", {"observation": "<3>", "reward": 1.0, "done": False}),
     ]
     [first, second] = pool.step([request("ab", "c"), request("abc", "", sample=1)])
-    assert first[1] == {"observation": "<1>", "reward": 2.0, "done": True}
-    assert second[1] == {"observation": "<0>", "reward": 2.0, "done": False}
+    assert first.value == {"observation": "<1>", "reward": 2.0, "done": True}
+    assert second.value == {"observation": "<0>", "reward": 2.0, "done": False}
 
 
 def test_failures_stay_with_their_episode(pool):
     bad, good = pool.step([request("raise"), request("fine", sample=1)])
-    assert bad == ("error", None, "ValueError: a bad answer") and good[0] == "ok"
+    assert bad == Reply("error", message="ValueError: a bad answer") and good.status == "ok"
     [invalid] = pool.step([request("wrong", sample=2)])
-    assert invalid == (
-        "invalid",
-        None,
-        "the environment's reward is nan; give a finite number (float32)",
-    )
-    assert pool.step([request("fine", "too", sample=1)])[0][1]["reward"] == 2.0
+    problem = "the environment's reward is nan; give a finite number (float32)"
+    assert invalid == Reply("invalid", message=problem)
+    assert pool.step([request("fine", "too", sample=1)])[0].value["reward"] == 2.0
 
 
 def test_a_step_that_hangs_or_dies_costs_its_episode_alone(tmp_path):
@@ -44,12 +42,12 @@ def test_a_step_that_hangs_or_dies_costs_its_episode_alone(tmp_path):
     log = tmp_path / "log"
     pool = EnvironmentPool(COUNTDOWN, {"log": str(log)}, timeout=1.0)
     try:
-        assert pool.step([request("a", sample=1)])[0][0] == "ok"
-        assert pool.step([request("hang")]) == [("timeout", None, "no result after 1 s")]
+        assert pool.step([request("a", sample=1)])[0].status == "ok"
+        assert pool.step([request("hang")]) == [Reply("timeout", message="no result after 1 s")]
         [reply] = pool.step([request("a", "b", sample=1)])
-        assert reply[1]["reward"] == 2.0
+        assert reply.value["reward"] == 2.0
         [died] = pool.step([request("die", sample=2)])
-        assert died == ("error", None, "the environment's process ended (exit code 3)")
+        assert died == Reply("error", message="the environment's process ended (exit code 3)")
     finally:
         pool.close()
     assert [

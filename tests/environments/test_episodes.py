@@ -79,7 +79,7 @@ class Replies:
     def step(self, requests: Sequence[StepRequest]) -> list[Reply]:
         [request] = requests
         if not request.responses:
-            return [("ok", {}, None)]
+            return [Reply("ok", {})]
         self.requests.append(request)
         return [self.replies[len(self.requests) - 1]]
 
@@ -182,7 +182,7 @@ def test_limits(
 
 def test_a_failed_environment_leaves_no_reward() -> None:
     engine = Script([{"ids": [15, 1]}, {"ids": [16, 1]}])
-    failure = ("timeout", None, "no result after 1 s")
+    failure = Reply("timeout", message="no result after 1 s")
     sample = played(engine, Replies([ok("a", reward=1.0), failure]))
     assert np.isnan(sample.reward)
     assert sample.metadata[FAILURE] == "timeout: no result after 1 s"
@@ -192,7 +192,7 @@ def test_a_failed_environment_leaves_no_reward() -> None:
 def test_an_environment_that_can_not_be_made_leaves_no_response() -> None:
     class Broken:
         def step(self, requests):
-            return [("error", None, "ValueError: no tools")] * len(requests)
+            return [Reply("error", message="ValueError: no tools")] * len(requests)
 
     sample = played(Script([]), Broken())
     assert np.isnan(sample.reward) and sample.response_length == 0
@@ -321,7 +321,7 @@ def test_the_text_of_a_response_that_is_cut_off_is_that_of_its_tokens() -> None:
 
         def reply(self, request):
             if not request.responses:
-                return "ok", {}, None
+                return Reply("ok", {})
             if len(request.responses) == 2:
                 seen[request.prompt.index] = request.responses
                 return ok(done=True)

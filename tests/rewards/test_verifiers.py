@@ -3,7 +3,7 @@ import pytest
 
 from megatron_gspo.data.sample import Prompt
 from megatron_gspo.rewards.verifiers import VerifierError, load_verifier
-from megatron_gspo.rewards.worker import run_verifier
+from megatron_gspo.rewards.worker import Reply, run_verifier
 from tests.support.samples import make_prompt
 
 USERS = """
@@ -161,14 +161,14 @@ ROW = {"data_source": "gsm8k", "extra_info": {"index": 7}, "level": "hard"}
 def test_reward_functions_of_other_libraries(foreign, function, options):
     verifier = load_verifier(f"{foreign}:{function}", options)
     prompt = Prompt(0, np.array([1]), "question", answer="4", metadata=ROW)
-    assert run_verifier(verifier, "4", prompt) == ("ok", 1.0, None)
-    assert run_verifier(verifier, "5", prompt) == ("ok", 0.0, None)
+    assert run_verifier(verifier, "4", prompt) == Reply("ok", 1.0)
+    assert run_verifier(verifier, "5", prompt) == Reply("ok", 0.0)
 
 
 def test_verls_ground_truth_of_a_row_without_an_answer_key(foreign):
     row = ROW | {"reward_model": {"style": "rule", "ground_truth": "4"}}
     prompt = Prompt(0, np.array([1]), "question", metadata=row)
-    assert run_verifier(load_verifier(f"{foreign}:compute_score"), "4", prompt) == ("ok", 1.0, None)
+    assert run_verifier(load_verifier(f"{foreign}:compute_score"), "4", prompt) == Reply("ok", 1.0)
 
 
 @pytest.mark.parametrize(
@@ -225,9 +225,9 @@ def test_another_signature_is_refused_when_it_is_loaded(foreign, function, optio
 
 
 def test_a_trl_function_returns_one_reward_for_one_completion(foreign):
-    status, _, message = run_verifier(load_verifier(f"{foreign}:trl_two"), "4", make_prompt())
-    assert status == "error"
-    assert message.endswith(
+    reply = run_verifier(load_verifier(f"{foreign}:trl_two"), "4", make_prompt())
+    assert reply.status == "error"
+    assert reply.message.endswith(
         "it returned [1.0, 2.0] for one completion; return a list of one number"
     )
 

@@ -130,7 +130,7 @@ from megatron_gspo.data.sample import Prompt
 from megatron_gspo.rewards.worker_pool import RewardPool
 pool = RewardPool(sys.argv[1], timeout=60)
 prompt = Prompt(0, None, "", metadata={"file": sys.argv[2]})
-assert pool.run([("daemon", prompt)])[0][0] == "ok"
+assert pool.run([("daemon", prompt)])[0].status == "ok"
 print("ready", flush=True)
 time.sleep(60)
 """

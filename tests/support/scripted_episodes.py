@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from megatron_gspo.agents.agent_run import RunLimits
 from megatron_gspo.environments.episodes import Environments, EpisodeEngine, EpisodeHost
+from megatron_gspo.rewards.worker import Reply
 from megatron_gspo.rollout.embedded.embedded_engine import EmbeddedEngine
 from tests.support.reference_models import checkpoint, loaded_engine, moe_config, reference_model
 
@@ -36,7 +37,7 @@ def playing(engine, environments: Environments, limits: RunLimits) -> EpisodeEng
 
 
 def ok(observation="", reward=0.0, done=False):
-    return "ok", {"observation": observation, "reward": reward, "done": done}, None
+    return Reply("ok", {"observation": observation, "reward": reward, "done": done})
 
 
 @dataclass
@@ -50,7 +51,7 @@ class Depends:
 
     def reply(self, r):
         if not r.responses:
-            return "ok", {}, None
+            return Reply("ok", {})
         n = len(r.responses)
         letters = "abcdefg"[: 1 + (r.prompt.index + r.sample_index + n + r.seed) % 4]
         return ok(letters, float(n) / 2, n >= 1 + (r.prompt.index + r.sample_index) % self.turns)
