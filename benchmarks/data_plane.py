@@ -1,10 +1,9 @@
 """Samples on their way from the servers' answers to packed micro-batches: time and memory of a
 rank's host.
 
-A response of 32,768 tokens with the routes of Qwen3-30B-A3B on one core, and whole rollout batches
-over gloo between processes on one machine, without a model: the first rank of a replica is the
-client of its share, and each of its ranks holds what the plan gives it. A pass's log-probs are
-random numbers. Each figure has a target of its own and no peer.
+Whole rollout batches over gloo between processes on one machine, without a model: the first rank of
+a replica is the client of its share, and each of its ranks holds what the plan gives it. A pass's
+log-probs are random numbers. Each figure has a target of its own and no peer.
 
     OMP_NUM_THREADS=1 python benchmarks/data_plane.py
 """
@@ -24,7 +23,6 @@ import statistics
 import sys
 import tempfile
 import time
-import tracemalloc
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
@@ -177,55 +175,6 @@ class Response:
         return pack([sample], num_sequences=1, num_tokens=self.tokens, routes=self.routes)
 
 
-def response_time(quick: bool) -> list[Figure]:
-    """CPU time from the body to the packed micro-batch."""
-    tokens = 32_768
-    repeats = 3 if quick else 7
-    body = response_body(tokens)
-    response = Response(tokens)
-    seconds = []
-    response.packed(response.sample(body))
-    for _ in range(repeats):
-        began = time.process_time()
-        response.packed(response.sample(body))
-        seconds.append(time.process_time() - began)
-    return [
-        Figure(
-            f"a response of {tokens:,} tokens with routes: checked and packed",
-            statistics.median(seconds),
-            0.25,
-            "s of one core",
-        )
-    ]
-
-
-def response_memory(quick: bool) -> list[Figure]:
-    """Peak from the first byte on the wire to the checked sample, and what is kept."""
-    tokens = 32_768
-    name = f"a response of {tokens:,} tokens with routes"
-    response = Response(tokens)
-    with Upstream(response_body(tokens)) as upstream, Connection(upstream.url) as connection:
-        size = upstream.size
-        response.sample(connection.body())  # imports, allocator
-        gc.collect()
-        before = reset_peak()
-        response.sample(connection.body())
-        peak = memory("VmHWM") - before
-        tracemalloc.start()
-        sample = response.sample(connection.body())
-        gc.collect()
-        kept = tracemalloc.get_traced_memory()[0]
-    routes = sample.routed_experts.nbytes
-    say(
-        f"body {size / MIB:.1f} MiB, peak {peak / MIB:.1f} MiB, kept {kept / MIB:.1f}, routes"
-        f" {routes / MIB:.1f} MiB"
-    )
-    return [
-        Figure(f"{name}: received and checked, peak", peak / size, 2.2, "times the body"),
-        Figure(f"{name}: kept", kept / routes, 1.1, "times its routes"),
-    ]
-
-
 class Upstream:
     """A server in another process that answers every request with the same body."""
 
@@ -284,11 +233,6 @@ class Connection:
     def __exit__(self, *_: object) -> None:
         self._loop.run(self._session.close())
         self._loop.close()
-
-    def body(self) -> bytearray:
-        """The body of a response."""
-        [body] = self.bodies(1, lambda body: body)
-        return body
 
     def bodies(self, count: int, handle: Callable[[bytearray], Any]) -> list[Any]:
         """`handle(body)` of each of some responses, in the thread of the connection, as the
@@ -659,11 +603,9 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     args = parser.parse_args()
     machine = hardware()
-    figures = []
-    for measurement in (response_time, response_memory, data_plane):
-        # in a process of its own, so that its memory is its own
-        with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-            figures += pool.submit(measurement, args.quick).result()
+    # in a process of its own, so that its memory is its own
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        figures = pool.submit(data_plane, args.quick).result()
     for figure in figures:
         met = "yes" if figure.met else "NO"
         print(

@@ -22,8 +22,8 @@ CHECKPOINTS = (
     SeededBug(
         name="a resumed run reads its prompts from the beginning",
         file="megatron_gspo/loop/checkpoints.py",
-        before="**_with_callbacks(load_checkpoint(policy, checkpoint))",
-        after="**{**_with_callbacks(load_checkpoint(policy, checkpoint)), 'cursor': 0}",
+        before="LoopState(**load_checkpoint(policy, checkpoint))",
+        after="LoopState(**{**load_checkpoint(policy, checkpoint), 'cursor': 0})",
         test="tests/train/test_run.py::test_a_resumed_run_ends_the_same",
     ),
     SeededBug(

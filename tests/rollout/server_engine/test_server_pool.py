@@ -352,22 +352,3 @@ def test_a_server_that_cools_down_or_takes_weights_is_left_alone(health, monkeyp
         assert member.alive
 
     with_pool(action, health.server.url)
-
-
-def test_pauses_are_measured() -> None:
-    async def measure() -> None:
-        pool = ServerPool([], ServerConfig(urls=("http://a:1",)), SGLangAPI())
-        assert pool.paused_seconds == 0.0
-        for _ in range(2):
-            before = pool.paused_seconds
-            await pool.pause()
-            await pool.pause()
-            await asyncio.sleep(0.02)
-            assert pool.paused_seconds >= before + 0.02
-            await pool.resume()
-            total = pool.paused_seconds
-            await asyncio.sleep(0.02)
-            await pool.resume()
-            assert pool.paused_seconds == total >= before + 0.02
-
-    asyncio.run(measure())

@@ -12,7 +12,6 @@ from megatron_gspo.config import VLLMConfig
 from megatron_gspo.errors import InputError
 from megatron_gspo.rollout.vllm.vllm_launch import EXTENSION_FOLDER, VLLMLaunch
 from megatron_gspo.servers import http_client
-from megatron_gspo.servers.exit_reason import exit_reason
 from megatron_gspo.servers.server_launch import option
 from megatron_gspo.weight_transport.receiver_transport import RECEIVER_FOLDER
 
@@ -103,13 +102,3 @@ def test_what_the_client_needs_too_is_set_by_the_config(argument, key):
         InputError, match=rf"vllm.server_args: \S+ is reserved; set vllm.{key} instead"
     ):
         launch((argument, "1"))
-
-
-def test_the_reason_of_an_exit():
-    log = (
-        "RuntimeError: Unsupported CPU attention configuration: head_dim=16 isa=2"
-        " kv_cache_idx=0\nshutdown\n"
-    )
-    assert "does not support the model's head_dim" in exit_reason(
-        log, 1, launch().exit_causes, section="vllm"
-    )

@@ -10,7 +10,6 @@ from dataclasses import replace
 import pytest
 
 from megatron_gspo.tools.rehearse.deadlock import (
-    ComparedGroup,
     Disagreement,
     compare_groups,
     compare_point_to_point,
@@ -258,18 +257,3 @@ def test_a_stage_in_the_middle_stands_for_the_next():
         ("missing", 1, 1),
         ("missing", 3, 1),
     }
-
-
-def test_what_was_compared():
-    groups = {"tp": (0, 1), "dp": (0, 1), "pp": (0,), "ep": (0, 2)}
-    only = call("allreduce", ("ep", (0, 2)), 7)
-    records = [
-        record(
-            rank, world=4, groups=groups, collectives=(*program(), *([only] if rank == 0 else ()))
-        )
-        for rank in (0, 1)
-    ]
-    comparison = compare_ranks(records)
-    assert comparison.disagreements == ()
-    assert comparison.groups == {"tp": ComparedGroup(1, 2, 12), "dp": ComparedGroup(1, 2, 2)}
-    assert comparison.alone == ("ep",)

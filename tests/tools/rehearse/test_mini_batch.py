@@ -1,7 +1,6 @@
 """The rehearsed mini-batch."""
 
 import dataclasses
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -53,14 +52,3 @@ def test_samples_are_the_longest_of_the_config_and_valid() -> None:
     assert set(batch.responses.lengths.tolist()) == {8192}
     assert batch.inputs["tokens"].shape == (4 * 9216,)
     assert batch.inputs.arrays["tokens"].shape == (9216,), "they share their arrays"
-
-
-def test_routes_of_the_rollout_are_made_up_where_they_are_replayed() -> None:
-    loaded = config("qwen3_30b_a3b_4x8_gspo", "routing.replay=r3")
-    shape = family_of(read_config(loaded.model.path))[1]
-    whole = RouteShape.of_model(shape)
-    assert whole is not None
-    for sizes, layers in ((whole, 48), (replace(whole, held=(1, 3)), 2)):
-        dp = SimpleNamespace(rank=lambda: 0)
-        batch = synthetic_batch(loaded, np.zeros(1), dp, shape.vocab_size, sizes)
-        assert batch.inputs["routed_experts"].shape == (9216, layers, 8)

@@ -53,30 +53,3 @@ def test_equal_calls_are_counted_together_and_views_cost_nothing() -> None:
     assert (total.op_class, total.count, total.launches) == ("elementwise, strided", 3, 1)
     assert (total.read, total.written, total.tensors) == (64, 64, "bfloat16 [4, 8]")
     assert gpu.ops.issued == {"build": 7}  # the allocation, and each time a view and a product
-
-
-@on_fake_gpu
-def test_the_flops_of_causal_attention_are_of_the_attended_pairs() -> None:
-    from torch.nn.attention.varlen import varlen_attn
-
-    with FakeGpu() as gpu:
-        query, key, value = (
-            torch.zeros(16, 2, 32, device="cuda", dtype=torch.bfloat16) for _ in range(3)
-        )
-        bounds = torch.tensor([0, 16], dtype=torch.int32, device="cuda")
-        varlen_attn(query, key, value, bounds, bounds, 16, 16, window_size=(-1, 0))
-    [attention] = [op for op in gpu.ops.totals if op.op_class == "attention"]
-    assert attention.flops == 4 * 2 * 32 * 16 * 17 // 2
-
-
-@on_fake_gpu
-def test_a_fused_norm_is_one_kernel() -> None:
-    with FakeGpu() as gpu:
-        from megatron_gspo.tools.rehearse.fake_device.fused_functions import fused_functions
-
-        with fused_functions(gpu.host), torch.no_grad():
-            x = torch.empty(8, 4, device="cuda", dtype=torch.bfloat16)
-            torch.nn.functional.rms_norm(x, (4,), torch.empty_like(x[0]), 1e-6)
-    [norm] = gpu.ops.totals
-    assert (norm.op_class, norm.launches) == ("norm", 1)
-    assert (norm.read, norm.written) == (64 + 8, 64 + 8 * 4)

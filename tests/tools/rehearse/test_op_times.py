@@ -12,11 +12,9 @@ from megatron_gspo.tools.rehearse.op_times import (
     collective_seconds,
     phase_times,
     rates_of,
-    time_of,
-    times_by,
 )
 from megatron_gspo.tools.rehearse.records import Collective, OpTotal
-from megatron_gspo.tools.rehearse.time_tables import expensive_rows, time_tables, waiting
+from megatron_gspo.tools.rehearse.time_tables import waiting
 from tests.tools.rehearse.handmade import record
 
 # 100 TFLOP/s, memory 1 TB/s, NVLink 100 GB/s, network 10 GB/s
@@ -57,28 +55,12 @@ def test_seconds_of_an_operation(total: OpTotal, seconds: float) -> None:
     assert RATES.seconds(total) == pytest.approx(seconds)
 
 
-def test_equal_keys_are_added_and_the_slowest_is_first() -> None:
-    small = op(read=5 * 10**8, where="a")
-    large = op("product", flops=10**12, where="b", count=2, launches=2)
-    times = times_by([small, small, large], RATES, lambda total: total.where)
-    assert list(times) == ["b", "a"]
-    assert times["a"] == time_of(small, RATES) + time_of(small, RATES)
-    assert times["b"] == OpTime(4, 0, 2e12, pytest.approx(0.04))
-
-
 @pytest.mark.parametrize("gpu", GPUS.values(), ids=list(GPUS))
 def test_every_class_has_a_rate_on_every_gpu(gpu: Gpu) -> None:
     rates = rates_of(gpu)
     assert set(rates.bytes) == set(CLASSES)
     assert all(0 < rate <= gpu.flops for rate in rates.flops.values())
     assert all(0 < rate <= gpu.bandwidth for rate in rates.bytes.values())
-
-
-def test_a_gpu_that_was_measured_has_its_own_rates() -> None:
-    h100, h200 = (rates_of(GPUS[name]) for name in ("h100", "h200"))
-    assert h200.flops["product"] > h100.flops["product"]
-    assert h200.flops["attention"] == h100.flops["attention"]
-    assert h200.bytes["copy"] / h100.bytes["copy"] == pytest.approx(4800 / 3350)
 
 
 @pytest.mark.parametrize(
@@ -114,23 +96,3 @@ def test_phases_have_times_of_gpu_host_and_links() -> None:
     assert times["forward_backward"].communication == pytest.approx(0.5 / 100 / 0.7)
     assert waiting(played, ROUND) == ["The GPU waits for the host in forward_backward."]
     assert waiting(record(ops=(copied,)), ROUND) == []
-
-
-def test_the_most_expensive_operations_are_told_first() -> None:
-    ops = [op(read=n * 10**9, where=f"layer.py:{n} forward") for n in range(1, 21)]
-    rows = expensive_rows(record(ops=tuple(ops)), ROUND)
-    assert [row[-1] for row in rows[1:3]] == ["layer.py:20 forward", "layer.py:19 forward"]
-    assert len(rows) == 1 + 15
-    assert rows[1][6] == f"{100 * 20 / 210:.1f} %"
-
-
-def test_tables_by_class_and_call_site_are_asked_for() -> None:
-    played = record(ops=(op(read=10**9),))
-    assert len(time_tables(played, ROUND, all_times=False)) == 2
-    tables = time_tables(played, ROUND, all_times=True)
-    assert [table[0][0] for table in tables[2:]] == [
-        "forward_backward: class",
-        "forward_backward: call site",
-    ]
-    assert tables[3][1][0] == "copy, forward, layer.py:1 forward"
-    assert time_tables(record(), ROUND, all_times=True) == []
