@@ -139,22 +139,6 @@ def test_positions_and_slices(file):
     assert prompts[0].token_ids[0] == 1 and prompts[0].metadata["level"] == 1
 
 
-@pytest.mark.parametrize("kind", ["parquet", "saved"])
-def test_other_kinds_of_files(kind, file):
-    datasets = pytest.importorskip("datasets")
-    table = datasets.Dataset.from_list([{"prompt": "ab", "answer": "c", "n": i} for i in range(5)])
-    path = file.parent / ("data.parquet" if kind == "parquet" else "saved")
-    table.to_parquet(path) if kind == "parquet" else table.save_to_disk(path)
-    for tokenizer in (CharTokenizer(), None):
-        loaded = cache_of(file).load(path, tokenizer, DATA)
-        assert [prompt.metadata for prompt in loaded.prompts] == [{"n": i} for i in range(5)]
-        assert loaded.prompts[1].messages == [{"role": "user", "content": "ab"}]
-    key = cache_key(path, file.parent / "model", DATA, "train")
-    if kind == "saved":
-        (path / "state.json").write_text((path / "state.json").read_text() + " ")
-        assert cache_key(path, file.parent / "model", DATA, "train") != key
-
-
 def test_what_the_key_depends_on(file):
     def key(data: DataConfig = DATA, split: str = "train") -> str:
         return cache_key(file, file.parent / "model", data, split)

@@ -14,7 +14,6 @@ from megatron_gspo.data.prompt_rows import (
     answer_of,
     field_of,
     has_field,
-    mended,
     messages_of,
     tools_of,
 )
@@ -257,11 +256,3 @@ def test_what_is_no_answer(value, message):
     with pytest.raises(PromptError) as error:
         answer_of("f line 1", "answer", value)
     assert str(error.value).startswith("f line 1: key 'answer' ") and message in str(error.value)
-
-
-def test_halves_of_surrogate_pairs():
-    whole = {"a": ["x", ("é😀", 1)], 3: None}
-    assert mended(whole) == whole
-    assert mended({"\ud83d": ["a\ud83d", "\ude00b", "\ud83d\ude00"]}) == {
-        "\ufffd": ["a\ufffd", "\ufffdb", "😀"]
-    }

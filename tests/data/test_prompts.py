@@ -221,13 +221,6 @@ def test_system_messages_of_a_column():
         )
 
 
-def test_nested_keys_and_metadata():
-    row = {"extra_info": {"question": "hi"}, "reward_model": {"ground_truth": 4, "style": "rule"}}
-    keys = {"prompt_key": "extra_info.question", "answer_key": "reward_model.ground_truth"}
-    prompts, notes = read([row], **keys)
-    assert (prompts[0].text, prompts[0].answer, prompts[0].metadata, notes) == ("hi", "4", row, "")
-
-
 @pytest.mark.parametrize("value", [None, "", float("nan")])
 def test_a_missing_answer_is_said(value):
     prompts, notes = read([{"prompt": "a", "answer": value}, {"prompt": "b", "answer": 2}])
@@ -314,14 +307,6 @@ def test_batches_cover_the_epoch_and_resume_from_the_cursor_alone():
         assert drawn == source(seed=3).order(epoch)[:9].tolist()
     resumed, cursor = source(seed=3).batch(cursors[4], 3)
     assert [prompt.index for prompt in resumed] == seen[4] and cursor == cursors[5]
-
-
-def test_other_batch_sizes_go_on_from_the_same_cursor():
-    prompts = source(seed=3)
-    both, end = prompts.batch(2, 5)
-    first, cursor = prompts.batch(2, 4)
-    second, cursor = prompts.batch(cursor, 1)
-    assert [*first, *second] == [*both] and cursor == end == 7
 
 
 def test_a_batch_larger_than_the_source_is_refused():
