@@ -46,12 +46,6 @@ CASES = (
         shows=("seq-mean-token-mean",),
     ),
     Case(
-        "weights by sequence",
-        "has two meanings: the product of a sequence's token ratios",
-        ("algorithm.rollout_is=sequence",),
-        shows=("write algorithm.rollout_is: geometric",),
-    ),
-    Case(
         "half of the loop without batches",
         "needs a directory of rollout batches",
         ("training.only=train",),
@@ -94,12 +88,6 @@ CASES = (
         shows=("megatron.zzz = 1", "remove it"),
     ),
     Case(
-        "Megatron option that another key sets",
-        "is set by optimizer.lr; remove it and set",
-        ("megatron.lr=1e-3",),
-        shows=("megatron.lr = 0.001",),
-    ),
-    Case(
         "half of a fused weight",
         "and engines keep both in one parameter",
         (
@@ -113,12 +101,6 @@ CASES = (
         shows=("list both, or exclude both",),
     ),
     Case(
-        "modules without a format",
-        "has no effect with rollout.quantization.format = none",
-        (ATTENTION,),
-        shows=("set a format",),
-    ),
-    Case(
         "adapters to start from that are not there",
         "has no adapter_config.json",
         ("lora.rank=8", "lora.adapter_path=nowhere"),
@@ -129,30 +111,6 @@ CASES = (
         "gives an advantage per token; gspo has one ratio and one advantage per response",
         ("distillation.teacher=teacher",),
         shows=("distillation.teacher", "set algorithm.name: gspo_token"),
-    ),
-    Case(
-        "score centering of weights by token under GSPO",
-        "gspo has one ratio per response and algorithm.rollout_is by token",
-        ("algorithm.score_centering=8", "algorithm.rollout_is=token"),
-        shows=("algorithm.score_centering = 8", "set algorithm.rollout_is: geometric"),
-    ),
-    Case(
-        "expert capacity",
-        "drops tokens by the load of their batch",
-        ("megatron.moe_expert_capacity_factor=1.5",),
-    ),
-    Case(
-        "per-token loss",
-        "divides the loss again, which is normalized by the global batch",
-        ("megatron.calculate_per_token_loss=true",),
-    ),
-    Case(
-        "Megatron options that contradict",
-        "rejects the options: CPU offloading does not work",
-        (
-            "megatron={cpu_offloading: true, cpu_offloading_num_layers: 1}",
-            "model.recompute_granularity=full",
-        ),
     ),
     Case(
         "run_dir is a file",

@@ -130,7 +130,6 @@ from tests.config.building import ENVIRONMENT, PPO, SFT, assert_refused, build
             'routing.perturbation_options = {"strength": 0.5}:',
             "remove the key",
         ),
-        (["router_noise.strength=0.5"], 'router_noise = {"strength": 0.5}: is not', "remove it"),
     ],
 )
 def test_contradictions_are_refused_at_load(
