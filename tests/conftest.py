@@ -61,7 +61,6 @@ PARTS = {
         "tests/agents/test_agent_process.py",
         "tests/agents/test_agent_session.py",
         "tests/environments/test_episode_engine.py",
-        "tests/examples/test_noise_calibration.py",
         "tests/gpu/",
         "tests/loop/test_log_prob_check.py",
         "tests/loop/test_offloading_source.py",

@@ -8,7 +8,7 @@ every parallel layout, packing, micro-batch and recomputation, and differs betwe
 routing:
   perturbation: examples/collapse/noise.py:noise
   perturbation_options: {strength: 0.5}
-callbacks: [examples/collapse/calibration.py:NoiseStudy]
+callbacks: [examples/collapse/study.py:NoiseStudy]
 """
 
 from __future__ import annotations
@@ -28,26 +28,20 @@ _TABLE_BITS = 16
 def noise(
     terms: RouterTerms,
     *,
-    strength: float | None = None,
-    target_flip_rate: float | None = None,
+    strength: float,
     engines: str = "both",
     perturb_weights: bool = False,
     seed: int = 0,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """The logits with noise, which choose the experts; the live router's weigh them.
 
-    strength: standard deviation of the noise over that of a token's logits. target_flip_rate: in
-    its place, the share of experts that differ between the engines; `calibration.py` finds the
-    strength, without which there is no noise yet. engines: `rollout`, `trainer` or `both`.
-    perturb_weights: weigh the experts by the noisy logits too. seed: of the noise alone.
+    strength: standard deviation of the noise over that of a token's logits. engines: `rollout`,
+    `trainer` or `both`. perturb_weights: weigh the experts by the noisy logits too. seed: of the
+    noise alone.
     """
     if engines not in ("rollout", "trainer", "both"):
         raise ValueError(f"engines = {engines!r}: must be rollout, trainer or both")
-    if strength is None and target_flip_rate is None:
-        raise ValueError("strength and target_flip_rate are missing: set one of the two")
-    if strength is not None and target_flip_rate is not None:
-        raise ValueError("strength and target_flip_rate are both given: set one of the two")
-    if strength is None or engines not in (terms.engine, "both"):
+    if engines not in (terms.engine, "both"):
         return terms.logits
     seeds = token_seeds(_seed_of_pass(terms, seed), terms.tokens)
     noisy = perturb(terms.logits, seeds, terms.layer, strength)
@@ -55,8 +49,6 @@ def noise(
 
 
 def _seed_of_pass(terms: RouterTerms, seed: int) -> int:
-    if terms.phase == "calibration":
-        return pass_seed(seed, "calibration", terms.engine)
     if terms.engine == "rollout":
         return pass_seed(pass_seed(seed, "rollout"), terms.seed)
     return pass_seed(pass_seed(seed, terms.seed, terms.step), terms.phase)

@@ -12,7 +12,7 @@ from megatron_gspo.user_code import UserCodeError, load_function
 
 COLLAPSE = Path(__file__).parents[2] / "examples" / "collapse"
 NOISE = f"{COLLAPSE}/noise.py:noise"
-STUDY = f"{COLLAPSE}/calibration.py:NoiseStudy"
+STUDY = f"{COLLAPSE}/study.py:NoiseStudy"
 
 
 def example_module(name: str, function: str) -> ModuleType:
