@@ -1,4 +1,4 @@
-"""The progress line, in a terminal and out of one."""
+"""The progress line out of a terminal."""
 
 import io
 

@@ -1,4 +1,4 @@
-"""A rank's file in memory: what is copied, written and found again; a job that fails."""
+"""A rank's file on a file system that refuses direct writes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The index of a checkpoint: torch reads it, and gaps, overlaps and foreign classes are refused."""
+"""The index of a checkpoint: gaps, overlaps and foreign classes are refused."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Tensors in torch.save's format: torch reads what is framed, and the values are found in what
-torch wrote.
-"""
+"""Tensors in torch.save's format: a view is described as it is, and nothing else is unpickled."""
 
 from __future__ import annotations
 

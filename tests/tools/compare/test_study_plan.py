@@ -21,9 +21,7 @@ COLLAPSE = EXAMPLES.parent / "collapse"
 
 
 def test_the_collapse_example() -> None:
-    """Four variants with four seeds under the same noise; its prompts are right, and none is in
-    both files.
-    """
+    """Four variants with four seeds under the same noise."""
     comparison = load_comparison(COLLAPSE / "small.yaml")
     configs = [resolve(comparison, spec) for spec in planned_runs(comparison)]
     assert len(configs) == 16 and len({config.run_dir for config in configs}) == 16
