@@ -82,7 +82,7 @@ def test_a_forward_pass_by_hand(family: str) -> None:
     rule = RULE if family in ("next", "qwen35_text", "qwen35_moe_text") else 0
     assert forward.layers[0] == 2 * LENGTH * WEIGHTS[family]
     assert forward.scores[0] + forward.sums[0] == 2 * mixing
-    assert forward.delta_rule[0] == 2 * rule
+    assert forward.recurrence[0] == 2 * rule
     indexers = INDEXERS if family == "deepseek_v32" else 0
     assert forward.indexer[0] == 2 * indexers
     assert forward.head[0] == 2 * SCORED * HEAD

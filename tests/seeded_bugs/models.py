@@ -113,7 +113,7 @@ MODELS = (
     ),
     SeededBug(
         name="delta net: every context-parallel rank with the first heads' filters",
-        file="megatron_gspo/mcore/gated_delta_net/layer.py",
+        file="megatron_gspo/mcore/chunked_mixer.py",
         before="parameter.chunk(self.cp_group.size())[self.cp_group.rank()]",
         after="parameter.chunk(self.cp_group.size())[0]",
         test="tests/equivalence/test_layouts.py::test_family[next-tp1-pp1-cp2-dp1-ep1-etp1]",
