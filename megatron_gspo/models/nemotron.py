@@ -77,7 +77,7 @@ def _nemotron_h(config: HFConfig) -> ModelShape:
         query_key_norms=False,
         squared_relu=True,
         mamba=_mamba(config),
-        **(_experts(config) if "moe" in kinds else {}),
+        **(_experts(config, len(kinds)) if "moe" in kinds else {}),
         carried=("mtp.",),
     )
 
@@ -110,10 +110,8 @@ def _kinds(config: HFConfig) -> list[str]:
             f"num_hidden_layers={layers} in config.json, whose layers' kinds are {len(kinds)}; give"
             " as many"
         )
-    if not {"linear_attention", "full_attention"} <= set(kinds):
-        raise ModelError(
-            "config.json has no layer of Mamba-2 (M), or none of attention (*); give both"
-        )
+    if "linear_attention" not in kinds:
+        raise ModelError("config.json has no layer of Mamba-2; give one")
     check_sizes({**config, "num_hidden_layers": len(kinds)})
     return kinds
 
@@ -133,7 +131,7 @@ def _mamba(config: HFConfig) -> Mamba2Sizes:
     return sizes
 
 
-def _experts(config: HFConfig) -> dict[str, Any]:
+def _experts(config: HFConfig, layers: int) -> dict[str, Any]:
     latent = config.get("moe_latent_size")
     if latent is not None:
         raise ModelError(
@@ -141,7 +139,7 @@ def _experts(config: HFConfig) -> dict[str, Any]:
             " a latent of the hidden state (Nemotron-3-Super) are not built"
         )
     only(config, "n_shared_experts", 1)
-    experts = sigmoid_experts(config)
+    experts = sigmoid_experts({**config, "num_hidden_layers": layers})
     del experts["carried"]
     return experts | dict(shared_expert_size=config["moe_shared_expert_intermediate_size"])
 

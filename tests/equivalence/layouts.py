@@ -134,6 +134,7 @@ FAMILIES = {
     "gpt_oss": MOE[-2::-3],
     "next": MOE[-3::-3],
     "minimax": MOE[1::3],
+    "nemotron": MOE[::3],
     "windows": DENSE[::-3] + DENSE[-2::-3],
     "moe_windows": MOE[2::3],
 }

@@ -93,8 +93,8 @@ _MINIMAX: dict[str, object] = dict(
 )
 # A layer of each kind, and more of Mamba-2; two heads to a group; another epsilon than the default.
 _NEMOTRON: dict[str, object] = dict(
-    layers_block_type=["linear_attention", "moe", "full_attention", "mlp", "linear_attention", "moe"],
-    num_hidden_layers=6,
+    hybrid_override_pattern="ME*M-EM*",
+    num_hidden_layers=8,
     mamba_num_heads=8,
     mamba_head_dim=6,
     n_groups=4,
