@@ -49,6 +49,7 @@ def _nemotron_h(config: HFConfig) -> ModelShape:
         ("residual_in_fp32", False),
         ("tie_word_embeddings", False),
         ("sliding_window", None),
+        ("mamba_ssm_cache_dtype", "float32"),
         ("norm_eps", config["layer_norm_epsilon"]),  # another name of it in published files
     ):
         only(config, key, known)

@@ -134,7 +134,6 @@ FAMILIES = {
     "gpt_oss": MOE[-2::-3],
     "next": MOE[-3::-3],
     "minimax": MOE[1::3],
-    "nemotron": MOE[::3],
     "windows": DENSE[::-3] + DENSE[-2::-3],
     "moe_windows": MOE[2::3],
 }

@@ -112,6 +112,31 @@ MODELS = (
         test="tests/mcore/gated_delta_net/test_layer.py::test_layer_equals_transformers",
     ),
     SeededBug(
+        name="Mamba-2: the state goes on into the first chunk of the next packed sequence",
+        file="megatron_gspo/mcore/mamba2/scan.py",
+        before="states[:active[0]] = 0",
+        after="states[:active[0]] = updates[:active[0]]",
+        test=(
+            "tests/mcore/mamba2/test_layer.py::test_packed_sequences_equal_a_loop_over_each_alone"
+        ),
+    ),
+    SeededBug(
+        name="Mamba-2: padding of a chunk decays the state that goes on",
+        file="megatron_gspo/mcore/mamba2/layer.py",
+        before="* layout.valid.unsqueeze(-1)",
+        after="",
+        test=(
+            "tests/mcore/mamba2/test_layer.py::test_packed_sequences_equal_a_loop_over_each_alone"
+        ),
+    ),
+    SeededBug(
+        name="Mamba-2: a tensor-parallel rank's rows of B taken from another block",
+        file="megatron_gspo/models/nemotron.py",
+        before="(sizes.groups * sizes.values, *convolved_blocks(shape), sizes.heads)",
+        after="(*convolved_blocks(shape), sizes.groups * sizes.values, sizes.heads)",
+        test="tests/equivalence/test_layouts.py::test_mamba[tp2-pp1-cp2-dp1-ep1-etp2]",
+    ),
+    SeededBug(
         name="delta net: every context-parallel rank with the first heads' filters",
         file="megatron_gspo/mcore/chunked_mixer.py",
         before="parameter.chunk(self.cp_group.size())[self.cp_group.rank()]",

@@ -29,7 +29,15 @@ from tests.support.reference_models import (
 from tests.support.tiny_models import save_tiny_model, tiny_config
 
 SPARSE = ("deepseek_v32", "glm_dsa")  # attention to the positions that an indexer selects
-SIGMOID = ("deepseek", "moonlight", "glm_lite", "glm", "minimax", "nemotron", *SPARSE)  # routers with a bias
+SIGMOID = (
+    "deepseek",
+    "moonlight",
+    "glm_lite",
+    "glm",
+    "minimax",
+    "nemotron",
+    *SPARSE,
+)  # routers with a bias
 DELTA = ("next", "qwen35_moe")  # with gated delta nets
 SOFTMAX = ("gpt_oss", *DELTA)
 BIAS = ".e_score_correction_bias"

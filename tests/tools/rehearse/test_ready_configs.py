@@ -126,7 +126,11 @@ def rehearse_the_fewest_layers(file: Path, folder: Path) -> None:
     layers = fewest_layers(file)
     assert layers == next((number for word, number in FEWEST.items() if word in file.stem), 2)
     # Of the first stage, and of the last.
-    ranks = "0" if load_config(file).parallel.pipeline_model_parallel_size == 1 else f"0,{processes(file) - 1}"
+    ranks = (
+        "0"
+        if load_config(file).parallel.pipeline_model_parallel_size == 1
+        else f"0,{processes(file) - 1}"
+    )
     document = rehearse(
         file, folder / "found.json", "--layers", str(layers), "--ranks", ranks, *short(file)
     )
