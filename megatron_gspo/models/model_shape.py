@@ -399,6 +399,14 @@ def experts_of(config: Mapping[str, Any]) -> int | None:
     return next((config[key] for key in keys if config.get(key)), None)
 
 
+def layers_of(config: Mapping[str, Any]) -> int | None:
+    """Layers of a ``config.json``, some of which have only the kind of each."""
+    if (number := config.get("num_hidden_layers")) is not None:
+        return number
+    keys = ("layers_block_type", "layer_types", "hybrid_override_pattern")
+    return next((len(config[key]) for key in keys if config.get(key)), None)
+
+
 def check_sizes(config: HFConfig) -> None:
     """Sizes in a ``config.json`` are integers above 0 that a model can have, where present;
     else ``ModelError``.

@@ -38,6 +38,7 @@ _MIXERS = {"linear_attention": "mamba2", "full_attention": "attention"}
 
 def _nemotron_h(config: HFConfig) -> ModelShape:
     kinds = _kinds(config)
+    heads = config["num_attention_heads"]
     for key, known in (
         ("mlp_hidden_act", "relu2"),
         ("mamba_hidden_act", "silu"),
@@ -63,9 +64,9 @@ def _nemotron_h(config: HFConfig) -> ModelShape:
         model_type=config["model_type"],
         num_layers=len(kinds),
         hidden_size=config["hidden_size"],
-        num_attention_heads=config["num_attention_heads"],
-        num_query_groups=config["num_key_value_heads"] or config["num_attention_heads"],
-        head_dim=config["head_dim"],
+        num_attention_heads=heads,
+        num_query_groups=config["num_key_value_heads"] or heads,
+        head_dim=config["head_dim"] or config["hidden_size"] // heads,
         ffn_hidden_size=config["intermediate_size"],
         vocab_size=config["vocab_size"],
         rms_norm_eps=config["layer_norm_epsilon"],
