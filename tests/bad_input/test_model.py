@@ -301,7 +301,7 @@ REFUSED: tuple[tuple[str, dict[str, Any], str], ...] = (
     ("minimax", {"rotary_dim": 0}, "rotary_dim=0 in config.json is not a size"),
     ("minimax", {"n_group": 2}, "n_group=2 .* known: 1"),
     ("minimax", {"routed_scaling_factor": 2.5}, "routed_scaling_factor=2.5 .* known: 1.0"),
-    ("nemotron", {"moe_latent_size": 1024}, "moe_latent_size=1024 .* Nemotron-3-Super.* not built"),
+    ("nemotron", {"moe_latent_size": 1024}, "moe_latent_size=1024 .*Nemotron-3-Super.*not built"),
     ("nemotron", {"layers_block_type": ["mamba", "conv"]}, "layers of kind 'conv'; known: M"),
     ("nemotron", {"layers_block_type": None}, "hybrid_override_pattern=None .* give a letter of M"),
     ("nemotron", {"layers_block_type": ["moe"]}, "no layer of Mamba-2"),

@@ -308,9 +308,9 @@ def _widen_bias(model: PreTrainedModel, source: str | Path | PretrainedConfig) -
 def _unclamp_time_steps(model: PreTrainedModel) -> None:
     """Let Mamba-2 read a prompt as it decodes, and as the trainer and servers compute: Transformers
     raises small time steps in a pass over several tokens alone."""
-    for module in model.modules():
-        if hasattr(module, "time_step_limit"):
-            module.time_step_limit = (0.0, math.inf)
+    mixers: list[Any] = [each for each in model.modules() if hasattr(each, "time_step_limit")]
+    for mixer in mixers:
+        mixer.time_step_limit = (0.0, math.inf)
 
 
 def _refuse_others(config: PretrainedConfig) -> None:
