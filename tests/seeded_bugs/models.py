@@ -121,10 +121,10 @@ MODELS = (
         ),
     ),
     SeededBug(
-        name="Mamba-2: padding of a chunk decays the state that goes on",
+        name="Mamba-2: what a head writes by and what it reads by in each other's place",
         file="megatron_gspo/mcore/mamba2/layer.py",
-        before="* layout.valid.unsqueeze(-1)",
-        after="",
+        before="value, b, c = ",
+        after="value, c, b = ",
         test=(
             "tests/mcore/mamba2/test_layer.py::test_packed_sequences_equal_a_loop_over_each_alone"
         ),

@@ -140,9 +140,10 @@ def mamba2(
 
 
 def _time_steps(steps: Tensor, dt_bias: Tensor, layout: ChunkLayout, dtype: torch.dtype) -> Tensor:
-    """[chunks, groups, r, size], 0 in slots without a token, from ``steps`` [t, groups, r]."""
+    """[chunks, groups, r, size] from ``steps`` [t, groups, r]; any in slots without a token, which come
+    behind the last one of a sequence, where nothing reads them."""
     padded = pad_rows(steps, layout.rows, layout.slots).view(*layout.valid.shape, -1)
-    positive = F.softplus(padded.to(dtype) + dt_bias.to(dtype)) * layout.valid.unsqueeze(-1)
+    positive = F.softplus(padded.to(dtype) + dt_bias.to(dtype))
     return positive.unflatten(-1, steps.shape[1:]).permute(0, 2, 3, 1)
 
 

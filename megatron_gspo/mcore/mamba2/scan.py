@@ -31,8 +31,8 @@ def chunked_scan(x: Tensor, b: Tensor, c: Tensor, gate: Tensor, active: tuple[in
     ``x`` [chunks, groups, r, C, e]: r heads read one group's ``b`` and ``c`` [chunks, groups, C, d];
     ``gate`` [chunks, groups, r, C]: logarithm of the decay, at most 0; all of one dtype, float32 or
     float64. ``active``: ``active[i]`` sequences have an i-th chunk. The chunks are ordered by i, then
-    by sequence, longer sequences first. A position with ``gate`` and ``x`` 0 leaves the state as it
-    is.
+    by sequence, longer sequences first. Only a sequence's last chunk may have positions without a
+    token, behind all others: their values do not matter.
     """
     decayed = gate.cumsum(-1)
     above = torch.ones(gate.shape[-1], gate.shape[-1], dtype=torch.bool, device=gate.device).triu(1)
