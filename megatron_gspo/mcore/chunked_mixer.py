@@ -13,7 +13,7 @@ ranks.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
@@ -138,7 +138,7 @@ class ChunkedMixer(MegatronModule):
         """The rows of the groups that this rank has between ``_groups`` and ``_tokens``."""
         return parameter.chunk(self.cp_group.size())[self.cp_group.rank()]
 
-    def _recomputed(self, function: Callable[..., Tensor], *arguments: Any) -> Tensor:
+    def _recomputed(self, function: Callable[..., Tensor], *arguments: object) -> Tensor:
         """Nothing inside is kept for the backward, which computes it again, unless the whole layer
         does that already.
         """

@@ -204,12 +204,8 @@ def _layer(*rules: Rule) -> tuple[Rule, ...]:
     return tuple(replace(rule, prefix="backbone.layers.{layer}.") for rule in rules)
 
 
-_NORM_NAMES = {
-    "mixer": ("self_attention.linear_qkv.layer_norm_weight", "input_layernorm.weight"),
-    "mlp": ("mlp.linear_fc1.layer_norm_weight", "pre_mlp_layernorm.weight"),
-}
-_MIXER_NORM = Rule(_NORM_NAMES["mixer"], ("norm.weight",))
-_MLP_NORM = Rule(_NORM_NAMES["mlp"], ("norm.weight",))
+_MIXER_NORM = Rule(("input_layernorm.weight",), ("norm.weight",))
+_MLP_NORM = Rule(("pre_mlp_layernorm.weight",), ("norm.weight",))
 _ATTENTION = _layer(
     _MIXER_NORM,
     Rule(
