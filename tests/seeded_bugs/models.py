@@ -130,11 +130,11 @@ MODELS = (
         ),
     ),
     SeededBug(
-        name="Mamba-2: a tensor-parallel rank's rows of B taken from another block",
+        name="Mamba-2: the blocks of rows of its projection in another order",
         file="megatron_gspo/models/nemotron.py",
         before="(sizes.groups * sizes.values, *convolved_blocks(shape), sizes.heads)",
         after="(*convolved_blocks(shape), sizes.groups * sizes.values, sizes.heads)",
-        test="tests/equivalence/test_layouts.py::test_mamba[tp2-pp1-cp2-dp1-ep1-etp2]",
+        test="tests/equivalence/test_layouts.py::test_mamba[tp1-pp1-cp1-dp1-ep1-etp1]",
     ),
     SeededBug(
         name="delta net: every context-parallel rank with the first heads' filters",
