@@ -8,7 +8,7 @@ from __future__ import annotations
 from megatron_gspo.config.config_error import ConfigError
 from megatron_gspo.config.model_sections import ParallelConfig
 from megatron_gspo.models.config_defaults import HFConfig
-from megatron_gspo.models.model_shape import experts_of
+from megatron_gspo.models.model_shape import experts_of, layers_of
 
 
 def check_parallel(parallel: ParallelConfig) -> None:
@@ -61,26 +61,26 @@ def check_divisibility(parallel: ParallelConfig, hf: HFConfig) -> None:
     tensor = parallel.tensor_model_parallel_size
     pipeline = parallel.pipeline_model_parallel_size
     experts = experts_of(hf) or 0
-    has_dense = not experts or any(
-        hf.get(key) for key in ("first_k_dense_replace", "mlp_layer_types")
+    has_dense = (
+        not experts
+        or any(hf.get(key) for key in ("first_k_dense_replace", "mlp_layer_types"))
+        or "mlp" in (hf.get("layers_block_type") or ())
+        or "-" in (hf.get("hybrid_override_pattern") or ())
     )
     for key in ("num_attention_heads", "num_key_value_heads") + (
         ("intermediate_size",) if has_dense else ()
     ):
         _divides("tensor_model_parallel_size", tensor, key, hf.get(key))
-    # Under context parallelism the ranks exchange heads for tokens.
-    if heads := hf.get("linear_num_key_heads"):
-        _divides("tensor_model_parallel_size", tensor, "linear_num_key_heads", heads)
-        context = parallel.context_parallel_size
-        _divides(
-            "context_parallel_size",
-            context,
-            f"linear_num_key_heads / {tensor} (TP)",
-            heads // tensor,
-        )
+    # Under context parallelism the ranks exchange heads, or groups of them, for tokens.
+    for key in ("linear_num_key_heads", "n_groups"):
+        if heads := hf.get(key):
+            _divides("tensor_model_parallel_size", tensor, key, heads)
+            context = parallel.context_parallel_size
+            _divides("context_parallel_size", context, f"{key} / {tensor} (TP)", heads // tensor)
     virtual = parallel.virtual_pipeline_model_parallel_size
     extra = parallel.extra_pipeline_layers
-    layers = None if hf.get("num_hidden_layers") is None else hf["num_hidden_layers"] + extra
+    layers = layers_of(hf)
+    layers = None if layers is None else layers + extra
     _divides(
         "pipeline_model_parallel_size",
         pipeline,
@@ -109,8 +109,8 @@ def _check_experts(parallel: ParallelConfig, hf: HFConfig, experts: int) -> None
     _divides(
         "expert_tensor_parallel_size", parallel.expert_tensor_size, "moe_intermediate_size", width
     )
-    shared = hf.get("shared_expert_intermediate_size")
-    _divides("tensor_model_parallel_size", tensor, "shared_expert_intermediate_size", shared)
+    for key in ("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size"):
+        _divides("tensor_model_parallel_size", tensor, key, hf.get(key))
     if width is not None and (number := hf.get("n_shared_experts")):
         _divides(
             "tensor_model_parallel_size",

@@ -1,5 +1,5 @@
-"""What gated experts make of the two halves of their hidden state, with hand-written gradients;
-any device.
+"""What experts make of their hidden state, or of its two halves, with hand-written gradients; any
+device.
 """
 
 from __future__ import annotations
@@ -16,7 +16,23 @@ from megatron_gspo.kernels import row_kernels_apply
 from megatron_gspo.kernels.operators import scaled_gated_unit, scaled_gated_unit_backward
 
 
-class GatedUnit(ABC):
+class ExpertUnit(ABC):
+    """What an expert makes of the rows of its first product, before its second."""
+
+    @abstractmethod
+    def scaled_product(self, hidden: Tensor, probs: Tensor) -> Tensor:
+        """[n, f] of ``hidden`` [n, w], times each row's probability [n]."""
+
+    @abstractmethod
+    def scaled_backward(
+        self, grad: Tensor, hidden: Tensor, probs: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """``scaled_product`` again, and the gradients of ``hidden`` and ``probs``, for that of the
+        product, ``grad`` [n, f], which may be overwritten.
+        """
+
+
+class GatedUnit(ExpertUnit):
     """``g sigmoid(alpha g) (l + offset)`` with ``g = min(gate, limit)`` and ``l = clamp(linear,
     -limit, limit)``, of ``gate`` and ``linear``, both [n, f].
     """
@@ -37,7 +53,7 @@ class GatedUnit(ABC):
         """
 
     def scaled_product(self, hidden: Tensor, probs: Tensor) -> Tensor:
-        """The product of the halves of ``hidden`` [n, 2 f], times each row's probability [n]."""
+        """The product of the halves of ``hidden`` [n, 2 f]."""
         if row_kernels_apply(hidden):
             return scaled_gated_unit(hidden, probs, self.limit, self.alpha, self.offset)
         return scaled(self.product(*hidden.chunk(2, dim=1)), probs)
@@ -45,9 +61,6 @@ class GatedUnit(ABC):
     def scaled_backward(
         self, grad: Tensor, hidden: Tensor, probs: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """``scaled_product`` again, and the gradients of ``hidden`` and ``probs``, for that of the
-        product, ``grad`` [n, f].
-        """
         if row_kernels_apply(hidden):
             constants = self.limit, self.alpha, self.offset
             return scaled_gated_unit_backward(grad, hidden, probs, *constants)
@@ -109,4 +122,28 @@ class ClampedGLU(GatedUnit):
         torch.mul(grad.mul_(linear), slope, out=grad_gate).mul_(free)
 
 
+def squared_relu(x: Tensor) -> Tensor:
+    """``max(x, 0) ** 2`` (So et al., arXiv:2109.08668). Megatron's own is compiled at its first call,
+    which takes a C++ compiler on a CPU."""
+    return torch.nn.functional.relu(x).square()
+
+
+@dataclass(frozen=True)
+class SquaredReLU(ExpertUnit):
+    """``squared_relu`` of experts without a gate: ``hidden`` is [n, f]."""
+
+    def scaled_product(self, hidden: Tensor, probs: Tensor) -> Tensor:
+        return scaled(squared_relu(hidden), probs)
+
+    def scaled_backward(
+        self, grad: Tensor, hidden: Tensor, probs: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        positive = torch.nn.functional.relu(hidden)
+        product = positive.square()
+        out = scaled(product, probs)
+        grad_probs = product.mul_(grad).sum(1)
+        return out, scaled(grad, probs).mul_(positive).mul_(2), grad_probs
+
+
 SWIGLU = SwiGLU()
+SQUARED_RELU = SquaredReLU()

@@ -12,6 +12,7 @@ import torch
 from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -23,7 +24,13 @@ from megatron.core.transformer.transformer_layer import (
 )
 from torch import Tensor
 
-from megatron_gspo.mcore.gated_units import SWIGLU, ClampedGLU, GatedUnit
+from megatron_gspo.mcore.gated_units import (
+    SQUARED_RELU,
+    SWIGLU,
+    ClampedGLU,
+    ExpertUnit,
+    squared_relu,
+)
 from megatron_gspo.mcore.lora.adapter import expert_adapters
 from megatron_gspo.mcore.mixers import MIXERS
 from megatron_gspo.mcore.norms import RMSNorm
@@ -93,6 +100,8 @@ def use_own_operators(model: torch.nn.Module, shape: ModelShape) -> None:
     for module in model.modules():
         if isinstance(module, SelfAttention):
             module.core_attention.window = shape.windows[module.layer_number - 1]
+            if not shape.rotary.dim:
+                continue
             if type(module) is SelfAttention:
                 module.__class__ = RotatedSelfAttention
                 module.rotary = shape.rotary
@@ -123,12 +132,14 @@ def _name_as_transformer_engine(layer: TransformerLayer) -> None:
     layer.submodules_config = replace(submodules, sharded_state_dict_keys_map=kept)
 
 
-def _unit_of(config: TransformerConfig) -> GatedUnit | None:
-    """The gated unit of the experts; None where ours don't compute as the config has it."""
-    if not config.gated_linear_unit or config.moe_apply_probs_on_input:
+def _unit_of(config: TransformerConfig) -> ExpertUnit | None:
+    """The unit of the experts; None where ours don't compute as the config has it."""
+    if config.moe_apply_probs_on_input:
         return None
     if config.fp8 or getattr(config, "fp4", None):
         return None
+    if not config.gated_linear_unit:
+        return SQUARED_RELU if config.activation_func is squared_relu else None
     limit = config.activation_func_clamp_value
     offset = config.glu_linear_offset
     if config.activation_func is torch.nn.functional.silu and limit is None and not offset:
@@ -180,6 +191,12 @@ def _torch_layer(
     submodules.pre_mlp_layernorm = RMSNorm
     mixer = MIXERS["attention" if shape is None else shape.mixers[layer]]
     submodules.self_attention = mixer.build_spec(submodules.self_attention, config, shape)
+    if submodules.self_attention.module is IdentityOp:
+        submodules.input_layernorm = IdentityOp
+        submodules.self_attn_bda = IdentityFuncOp
+    if shape is not None and not shape.mlp_layers[layer]:
+        submodules.pre_mlp_layernorm = submodules.mlp = IdentityOp
+        submodules.mlp_bda = IdentityFuncOp
     if mixer.stored_names is not None:
         submodules.sharded_state_dict_keys_map = dict(mixer.stored_names)
     return spec

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -13,10 +14,11 @@ from megatron_gspo.mcore.attention import PackedAttention
 from megatron_gspo.mcore.gated_delta_net.layer import GatedDeltaNet
 from megatron_gspo.mcore.joint_norms import JointNormAttention
 from megatron_gspo.mcore.latent_attention import LatentAttention, LatentAttentionSubmodules
+from megatron_gspo.mcore.mamba2.layer import Mamba2
 from megatron_gspo.mcore.norms import RMSNorm
 from megatron_gspo.mcore.sink_attention import SinkAttention
 from megatron_gspo.mcore.sparse_attention import SparseLatentAttention
-from megatron_gspo.models.model_shape import ModelShape
+from megatron_gspo.models.model_shape import NO_MIXER, ModelShape
 
 
 @dataclass(frozen=True)
@@ -96,7 +98,7 @@ def _sparse_latent_attention(
     return spec
 
 
-def _delta_net_options(shape: ModelShape) -> dict[str, object]:
+def _heterogeneous_options(shape: ModelShape) -> dict[str, object]:
     """Checkpoints name each layer's parameters: they aren't those of every layer, so that they
     can't be stacked.
     """
@@ -106,6 +108,15 @@ def _delta_net_options(shape: ModelShape) -> dict[str, object]:
 def _delta_net(spec: ModuleSpec, config: TransformerConfig, shape: ModelShape | None) -> ModuleSpec:
     assert shape is not None and shape.delta_net is not None
     return ModuleSpec(module=GatedDeltaNet, params={"sizes": shape.delta_net})
+
+
+def _mamba2(spec: ModuleSpec, config: TransformerConfig, shape: ModelShape | None) -> ModuleSpec:
+    assert shape is not None and shape.mamba is not None
+    return ModuleSpec(module=Mamba2, params={"sizes": shape.mamba})
+
+
+def _nothing(spec: ModuleSpec, config: TransformerConfig, shape: ModelShape | None) -> ModuleSpec:
+    return ModuleSpec(module=IdentityOp)
 
 
 _LATENT_NAMES = {
@@ -132,12 +143,20 @@ MIXERS = {
         in_megatron=False,
     ),
     "gated_delta_net": Mixer(
-        _delta_net_options,
+        _heterogeneous_options,
         _delta_net,
         transformer_engine=False,
         stored_names={"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"},
         in_megatron=False,
     ),
+    "mamba2": Mixer(
+        _heterogeneous_options,
+        _mamba2,
+        transformer_engine=False,
+        stored_names={},
+        in_megatron=False,
+    ),
+    NO_MIXER: Mixer(_heterogeneous_options, _nothing, transformer_engine=False),
 }
 
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
 
 from megatron_gspo.config import ModelConfig, ParallelConfig
 from megatron_gspo.mcore.embedding import use_row_gradients
 from megatron_gspo.mcore.expert_bias import set_up_expert_bias
+from megatron_gspo.mcore.gated_units import squared_relu
 from megatron_gspo.mcore.indexer import keep_norms_wide
 from megatron_gspo.mcore.layers import (
     block_spec,
@@ -97,8 +101,8 @@ def _layers(shape: ModelShape, engine: bool) -> dict[str, object]:
         normalization="RMSNorm",
         layernorm_epsilon=shape.rms_norm_eps,
         layernorm_zero_centered_gamma=shape.zero_centred_norms,
-        gated_linear_unit=True,
-        activation_func=quick_gelu if shape.glu_limit else torch.nn.functional.silu,
+        gated_linear_unit=not shape.squared_relu,
+        activation_func=_activation(shape),
         activation_func_clamp_value=shape.glu_limit,
         glu_linear_offset=1.0 if shape.glu_limit else 0.0,
         add_bias_linear=False,
@@ -113,6 +117,12 @@ def _layers(shape: ModelShape, engine: bool) -> dict[str, object]:
         apply_rope_fusion=engine,
         gradient_accumulation_fusion=False,
     )
+
+
+def _activation(shape: ModelShape) -> Callable[[Tensor], Tensor]:
+    if shape.squared_relu:
+        return squared_relu
+    return quick_gelu if shape.glu_limit else torch.nn.functional.silu
 
 
 def _precision(model: ModelConfig) -> dict[str, object]:

@@ -22,7 +22,7 @@ from megatron_gspo.mcore.expert_products import (
     GroupedProducts,
     LoopedProducts,
 )
-from megatron_gspo.mcore.gated_units import SWIGLU, GatedUnit, scaled
+from megatron_gspo.mcore.gated_units import SWIGLU, ExpertUnit, scaled
 from megatron_gspo.mcore.token_copies import TokenCopies
 from megatron_gspo.parallel.autograd_context import AutogradContext
 from megatron_gspo.parallel.main_gradients import main_gradients, placeholder
@@ -183,8 +183,8 @@ class LowRank(Generic[T]):
 
 @dataclass(frozen=True)
 class ExpertWeights(Generic[T]):
-    """``up[e]`` [2 f, h], gate over linear; ``down[e]`` [h, f]; their biases [2 f] and [h], and
-    adapters, or none. In place of a tensor there may be something about it.
+    """``up[e]`` [2 f, h], gate over linear, or [f, h] without a gate; ``down[e]`` [h, f]; their biases
+    and adapters, or none. In place of a tensor there may be something about it.
 
     down_bias_share: the part of ``down_bias`` that is added here, where tensor-parallel ranks'
     outputs are summed. Each rank's gradient is that of the whole bias.
@@ -245,10 +245,10 @@ def gated_experts(
     probs: Tensor,
     counts: Tensor,
     weights: ExpertWeights[Tensor],
-    unit: GatedUnit = SWIGLU,
+    unit: ExpertUnit = SWIGLU,
     copies: TokenCopies | None = None,
 ) -> Tensor:
-    """Gated experts over rows sorted by expert, each row's output times its routing probability;
+    """Experts over rows sorted by expert, each row's output times its routing probability;
     [n, h].
 
     ``x`` [n, h]; ``probs`` [n]; ``counts`` [experts]: rows of each expert. On a GPU in bfloat16 the
@@ -281,7 +281,7 @@ def grouped_products_apply(x: Tensor, *widths: int) -> bool:
 
 class _ExpertsContext(AutogradContext, Protocol):
     products: ExpertProducts
-    unit: GatedUnit
+    unit: ExpertUnit
     copies: TokenCopies | None
     structure: ExpertWeights[None]
 
@@ -293,7 +293,7 @@ class _GatedExperts(torch.autograd.Function):
         x: Tensor,
         probs: Tensor,
         products: ExpertProducts,
-        unit: GatedUnit,
+        unit: ExpertUnit,
         copies: TokenCopies | None,
         structure: ExpertWeights[None],
         *tensors: Tensor,

@@ -140,6 +140,30 @@ DEFAULTS: dict[str, HFConfig] = {
         "swiglu_alpha": 1.702,
         "swiglu_limit": 7.0,
     },
+    "nemotron_h": dict(
+        attention_bias=False,
+        conv_kernel=4,
+        head_dim=128,
+        layer_norm_epsilon=1e-5,
+        mamba_hidden_act="silu",
+        mamba_proj_bias=False,
+        max_position_embeddings=4096,
+        mlp_bias=False,
+        mlp_hidden_act="relu2",
+        n_group=1,
+        n_groups=8,
+        n_shared_experts=1,
+        norm_topk_prob=True,
+        num_key_value_heads=8,
+        num_nextn_predict_layers=0,
+        residual_in_fp32=False,
+        routed_scaling_factor=1.0,
+        ssm_state_size=128,
+        tie_word_embeddings=False,
+        topk_group=1,
+        use_bias=False,
+        use_conv_bias=True,
+    ),
     "minimax_m2": {
         # Its partial_rotary_factor comes from rotary_dim.
         **{key: value for key, value in _ATTENTION.items() if key != "partial_rotary_factor"},
@@ -213,6 +237,7 @@ _NULLABLE = (
 # Of the language model, where they are there at all.
 _LISTS = {
     "layer_types": str,
+    "layers_block_type": str,
     "mlp_layer_types": str,
     "indexer_types": str,
     "mlp_only_layers": int,

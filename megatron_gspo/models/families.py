@@ -14,13 +14,15 @@ from megatron_gspo.models.glm import GLM
 from megatron_gspo.models.gpt_oss import GPT_OSS
 from megatron_gspo.models.minimax import MINIMAX
 from megatron_gspo.models.model_shape import ModelError, ModelShape, check_sizes, language_config
+from megatron_gspo.models.nemotron import NEMOTRON
 from megatron_gspo.models.qwen import QWEN
 from megatron_gspo.models.qwen35 import QWEN35
 from megatron_gspo.models.qwen_next import QWEN_NEXT
+from megatron_gspo.models.rotary import NO_ROTARY
 from megatron_gspo.models.rule_tables import VALUE_HEAD
 from megatron_gspo.models.stacked_experts import checkpoint_names
 
-_ALL = (*QWEN, *QWEN_NEXT, *QWEN35, *DEEPSEEK, *GLM, *GPT_OSS, *MINIMAX)
+_ALL = (*QWEN, *QWEN_NEXT, *QWEN35, *DEEPSEEK, *GLM, *GPT_OSS, *MINIMAX, *NEMOTRON)
 FAMILIES = {family.model_type: family for family in _ALL}
 
 
@@ -42,7 +44,7 @@ def family_of(config: HFConfig) -> tuple[Family, ModelShape]:
     except KeyError as error:
         raise ModelError(f"config.json of a {model_type} model lacks the key {error}") from None
     rotated = shape.rotary.dim
-    if rotated < 2 or rotated % 2:
+    if shape.rotary is not NO_ROTARY and (rotated < 2 or rotated % 2):
         raise ModelError(
             f"config.json rotates {rotated} dimensions of a head; give an even number above 0"
         )

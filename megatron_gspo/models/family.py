@@ -52,7 +52,9 @@ class Family:
 
     def layer_rules(self, shape: ModelShape, layer: int) -> tuple[Rule, ...]:
         """The rules of layer ``layer``, its mixer's first."""
-        feed_forward = self.experts if shape.moe_layers[layer] else self.dense
+        feed_forward: tuple[Rule, ...] = ()
+        if shape.mlp_layers[layer]:
+            feed_forward = self.experts if shape.moe_layers[layer] else self.dense
         rules = self.mixers[shape.mixers[layer]] + feed_forward
         return tuple(rule for rule in rules if rule.applies(shape))
 

@@ -1,4 +1,4 @@
-"""Floating-point operations of a model's matrix products, attention and delta rule, exactly as its
+"""Floating-point operations of a model's matrix products, attention and recurrences, exactly as its
 layers compute them for sequences of given lengths.
 
 A product of [m, k] with [k, n] has 2 m k n. Attention counts the pairs of a query with the keys
@@ -12,10 +12,10 @@ from typing import Literal
 
 import numpy as np
 
-from megatron_gspo.models.model_shape import DeltaNetSizes, ModelShape
+from megatron_gspo.models.model_shape import NO_MIXER, DeltaNetSizes, Mamba2Sizes, ModelShape
 
-DELTA_CHUNK = 64
-"""Tokens of a chunk of the delta rule."""
+RECURRENCE_CHUNK = 64
+"""Tokens of a chunk of the delta rule and of the scan of Mamba-2."""
 
 Recompute = Literal["none", "selective", "full"]
 
@@ -33,9 +33,11 @@ class ForwardFlops:
     sums: np.ndarray
     """Attention's sums of values."""
 
-    delta_rule: np.ndarray
-    delta_rule_backward: np.ndarray
-    """The backward pass of the delta rule, which is not twice its forward pass."""
+    recurrence: np.ndarray
+    """The delta rule, or the scan of Mamba-2."""
+
+    recurrence_backward: np.ndarray
+    """Its backward pass: that of the delta rule is not twice its forward pass."""
 
     indexer: np.ndarray
     """Products of the indexers of sparse attention, which have no gradient."""
@@ -46,7 +48,7 @@ class ForwardFlops:
     @property
     def total(self) -> np.ndarray:
         """Of the forward pass."""
-        mixing = self.scores + self.sums + self.delta_rule + self.indexer
+        mixing = self.scores + self.sums + self.recurrence + self.indexer
         return self.layers + mixing + self.head
 
     def training(self, *, frozen: bool = False) -> np.ndarray:
@@ -55,16 +57,16 @@ class ForwardFlops:
         frozen: the weights have no gradient, as under adapters, whose own products are not counted.
         """
         products = 2 if frozen else 3
-        rule = self.delta_rule + self.delta_rule_backward
+        rule = self.recurrence + self.recurrence_backward
         attention = 3 * (self.scores + self.sums) + self.indexer
         return products * (self.layers + self.head) + attention + rule
 
     def recomputed(self, recompute: Recompute) -> np.ndarray:
         """What the backward pass computes again on top of `training`: the layers or the attention
-        of ``model.recompute_granularity``, the delta rule, the scores of flash attention, and the
+        of ``model.recompute_granularity``, the recurrence, the scores of flash attention, and the
         logits.
         """
-        again = self.scores + self.delta_rule + self.head
+        again = self.scores + self.recurrence + self.head
         if recompute == "full":
             again = again + self.layers + self.indexer
         if recompute != "none":
@@ -88,7 +90,12 @@ def forward_flops(shape: ModelShape, lengths: np.ndarray, scored: np.ndarray) ->
             forward, backward = _delta_rule(shape.delta_net, lengths)
             rule += forward
             rule_backward += backward
-        else:
+        elif mixer == "mamba2":
+            assert shape.mamba is not None
+            forward = _scan(shape.mamba, lengths)
+            rule += forward
+            rule_backward += 2 * forward
+        elif mixer != NO_MIXER:
             key_size, value_size = _head_sizes(shape)
             window = shape.indexer.topk if shape.indexer else window  # as many, not the last
             pairs = 2 * shape.num_attention_heads * attended_pairs(lengths, window)
@@ -99,8 +106,8 @@ def forward_flops(shape: ModelShape, lengths: np.ndarray, scored: np.ndarray) ->
         layers=2.0 * weights * lengths,
         scores=scores,
         sums=sums,
-        delta_rule=rule,
-        delta_rule_backward=rule_backward,
+        recurrence=rule,
+        recurrence_backward=rule_backward,
         indexer=_indexers(shape, lengths),
         head=2.0 * outputs * shape.hidden_size * np.asarray(scored, dtype=np.float64),
     )
@@ -117,11 +124,16 @@ def attended_pairs(lengths: np.ndarray, window: int | None) -> np.ndarray:
 
 
 def mixer_weights(shape: ModelShape, layer: int) -> int:
-    """Numbers of the matrices by which a layer's attention, or its gated delta net, multiplies
+    """Numbers of the matrices by which a layer's attention, or what it has in its place, multiplies
     a token.
     """
     hidden = shape.hidden_size
     mixer = shape.mixers[layer]
+    if mixer == NO_MIXER:
+        return 0
+    if mixer == "mamba2":
+        assert shape.mamba is not None
+        return shape.mamba.groups * (shape.mamba.projected + shape.mamba.values) * hidden
     if mixer == "gated_delta_net":
         net = shape.delta_net
         assert net is not None
@@ -147,10 +159,13 @@ def mlp_weights(shape: ModelShape, layer: int) -> int:
     expert and the chosen experts.
     """
     hidden = shape.hidden_size
+    if not shape.mlp_layers[layer]:
+        return 0
+    matrices = shape.mlp_matrices
     if not shape.moe_layers[layer]:
-        return 3 * shape.ffn_hidden_size * hidden
-    shared = 3 * shape.shared_expert_size + shape.shared_expert_gate
-    experts = 3 * shape.moe_ffn_hidden_size * shape.experts_per_token
+        return matrices * shape.ffn_hidden_size * hidden
+    shared = matrices * shape.shared_expert_size + shape.shared_expert_gate
+    experts = matrices * shape.moe_ffn_hidden_size * shape.experts_per_token
     return (shape.num_experts + shared + experts) * hidden
 
 
@@ -188,9 +203,9 @@ def _delta_rule(sizes: DeltaNetSizes, lengths: np.ndarray) -> tuple[np.ndarray, 
 
     A chunk that ends early is computed whole, and the last one of a sequence hands on no state.
     """
-    chunks = np.ceil(lengths / DELTA_CHUNK)
+    chunks = np.ceil(lengths / RECURRENCE_CHUNK)
     handed_on = np.maximum(chunks - 1, 0)
-    size = DELTA_CHUNK
+    size = RECURRENCE_CHUNK
     key = sizes.key_size
     value = sizes.value_size
     of_keys = 2 * (2 * size * size * key) * sizes.key_heads  # keys and queries with keys
@@ -201,3 +216,13 @@ def _delta_rule(sizes: DeltaNetSizes, lengths: np.ndarray) -> tuple[np.ndarray, 
     # The system is solved once more, and its own gradient is a whole product.
     once = 2 * of_keys + 3 * solved + 2 * within + (2 + 3) * with_state
     return forward, once * chunks + with_state * handed_on
+
+
+def _scan(sizes: Mamba2Sizes, lengths: np.ndarray) -> np.ndarray:
+    """Forward pass of ``mcore/mamba2/scan.py``, chunk by chunk; one that ends early is computed
+    whole."""
+    size = RECURRENCE_CHUNK
+    scores = 2 * size * size * sizes.state_size * sizes.groups  # of C and B
+    within = 2 * size * size * sizes.head_size * sizes.heads
+    with_state = 2 * size * sizes.state_size * sizes.head_size * sizes.heads
+    return (scores + within + 2 * with_state) * np.ceil(lengths / size)

@@ -41,6 +41,12 @@ _SIZES = (
     "linear_key_head_dim",
     "linear_value_head_dim",
     "linear_conv_kernel_dim",
+    "mamba_num_heads",
+    "mamba_head_dim",
+    "n_groups",
+    "ssm_state_size",
+    "conv_kernel",
+    "moe_shared_expert_intermediate_size",
     "rotary_dim",
     "decoder_sparse_step",
     "full_attention_interval",
@@ -164,6 +170,54 @@ class DeltaNetSizes:
 
 
 @dataclass(frozen=True)
+class Mamba2Sizes:
+    """Sizes of a Mamba-2 layer."""
+
+    heads: int
+    """A multiple of ``groups``."""
+
+    head_size: int
+    """Dimensions of a head."""
+
+    groups: int
+    """Groups of heads that share what they write to their states and read them by."""
+
+    state_size: int
+    """Dimensions of what they share, twice."""
+
+    kernel: int
+    """Tokens of the convolution."""
+
+    @property
+    def heads_per_group(self) -> int:
+        return self.heads // self.groups
+
+    @property
+    def values(self) -> int:
+        """Channels of a group's heads."""
+        return self.heads_per_group * self.head_size
+
+    @property
+    def convolved(self) -> int:
+        """Channels of a group that the convolution reads: its heads', B and C."""
+        return self.values + 2 * self.state_size
+
+    @property
+    def exchanged(self) -> int:
+        """Channels of a group that the recurrence reads: the convolved ones and the time steps."""
+        return self.convolved + self.heads_per_group
+
+    @property
+    def projected(self) -> int:
+        """Channels of a group that the projection makes: the exchanged ones and the output's gate."""
+        return self.exchanged + self.values
+
+
+NO_MIXER = "none"
+"""In ``ModelShape.mixers``: nothing mixes the tokens of the layer."""
+
+
+@dataclass(frozen=True)
 class ModelShape:
     """Sizes and layer facts of a decoder-only transformer: all that tells its family from another,
     as data."""
@@ -200,6 +254,12 @@ class ModelShape:
     moe_layers: tuple[bool, ...] = ()
     """Whether each layer has experts."""
 
+    mlp_layers: tuple[bool, ...] = ()
+    """Whether each layer has an MLP or experts; by default all have."""
+
+    squared_relu: bool = False
+    """Whether MLPs and experts are the squared ReLU of one projection, without a gate."""
+
     num_experts: int = 0
     experts_per_token: int = 0
     moe_ffn_hidden_size: int = 0
@@ -222,6 +282,9 @@ class ModelShape:
     delta_net: DeltaNetSizes | None = None
     """Sizes of the mixer ``gated_delta_net``."""
 
+    mamba: Mamba2Sizes | None = None
+    """Sizes of the mixer ``mamba2``."""
+
     attention_gate: bool = False
     """Whether the output of attention is multiplied by a sigmoid of the layer's input."""
 
@@ -236,10 +299,17 @@ class ModelShape:
             object.__setattr__(self, "mixers", ("attention",) * self.num_layers)
         if not self.windows:
             object.__setattr__(self, "windows", (None,) * self.num_layers)
+        if not self.mlp_layers:
+            object.__setattr__(self, "mlp_layers", (True,) * self.num_layers)
 
     @property
     def is_moe(self) -> bool:
         return any(self.moe_layers)
+
+    @property
+    def mlp_matrices(self) -> int:
+        """Matrices of an MLP or an expert: up, down and perhaps gate."""
+        return 2 if self.squared_relu else 3
 
 
 def padded_vocab_size(shape: ModelShape, tensor_size: int) -> int:
@@ -327,6 +397,14 @@ def experts_of(config: Mapping[str, Any]) -> int | None:
     """
     keys = ("num_experts", "num_local_experts", "n_routed_experts")
     return next((config[key] for key in keys if config.get(key)), None)
+
+
+def layers_of(config: Mapping[str, Any]) -> int | None:
+    """Layers of a ``config.json``, some of which have only the kind of each."""
+    if (number := config.get("num_hidden_layers")) is not None:
+        return number
+    keys = ("layers_block_type", "layer_types", "hybrid_override_pattern")
+    return next((len(config[key]) for key in keys if config.get(key)), None)
 
 
 def check_sizes(config: HFConfig) -> None:

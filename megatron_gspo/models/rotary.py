@@ -42,7 +42,8 @@ class Rotary:
 
     base: float
     dim: int
-    """How many dimensions of a head are rotated, its first ones."""
+    """How many dimensions of a head are rotated, its first ones; 0: none are, and attention knows no
+    positions but by its mask."""
 
     interleaved: bool = False
     """Pairs are (2 i, 2 i + 1) and not (i, i + dim / 2); the rotated ones have all first elements
@@ -95,3 +96,7 @@ class Rotary:
         low = max(low, 0)
         high = min(high, self.dim - 1)
         return low, high if high != low else high + 0.001
+
+
+NO_ROTARY = Rotary(base=10000.0, dim=0)
+"""Of models whose attention has no rotary embedding."""

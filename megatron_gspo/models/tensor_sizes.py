@@ -24,6 +24,8 @@ def tensor_sizes(family: Family, shape: ModelShape) -> Iterator[tuple[str, Sizes
         "norm": (hidden,),
         "lm_head": (shape.vocab_size, hidden),
         "score": (1, hidden),
+        "embeddings": (shape.vocab_size, hidden),
+        "norm_f": (hidden,),
     }
     for rule in family.outer_rules(shape):
         for name in rule.names():
@@ -35,6 +37,7 @@ def tensor_sizes(family: Family, shape: ModelShape) -> Iterator[tuple[str, Sizes
         | _indexer(shape)
         | _delta_net(shape)
         | _mlp(shape)
+        | _mamba2(shape)
     )
     for layer in range(shape.num_layers):
         for rule in family.layer_rules(shape, layer):
@@ -128,6 +131,29 @@ def _delta_net(shape: ModelShape) -> dict[str, Sizes]:
         "linear_attn.A_log": (sizes.value_heads,),
         "linear_attn.norm.weight": (sizes.value_size,),
         "linear_attn.out_proj.weight": (hidden, values),
+    }
+
+
+def _mamba2(shape: ModelShape) -> dict[str, Sizes]:
+    """Nemotron-3, where all that a layer may be is its ``mixer``."""
+    if shape.mamba is None:
+        return {}
+    sizes = shape.mamba
+    hidden = shape.hidden_size
+    convolved = sizes.groups * sizes.convolved
+    values = sizes.groups * sizes.values
+    in_others = _attention(shape) | _mlp(shape)
+    return {
+        **{f"mixer.{name.partition('.')[2]}": of_name for name, of_name in in_others.items()},
+        "norm.weight": (hidden,),
+        "mixer.in_proj.weight": (sizes.groups * sizes.projected, hidden),
+        "mixer.conv1d.weight": (convolved, 1, sizes.kernel),
+        "mixer.conv1d.bias": (convolved,),
+        "mixer.dt_bias": (sizes.heads,),
+        "mixer.A_log": (sizes.heads,),
+        "mixer.D": (sizes.heads,),
+        "mixer.norm.weight": (values,),
+        "mixer.out_proj.weight": (hidden, values),
     }
 
 

@@ -88,6 +88,14 @@ def test_model_must_divide(hf_config: dict) -> None:
     assert divisible(hf_config, **no_sequence) == "parallel.sequence_parallel"
 
 
+def test_layers_may_be_told_by_their_kinds_alone(hf_config: dict) -> None:
+    del hf_config["num_hidden_layers"]
+    hf_config["hybrid_override_pattern"] = "MEM*ME"
+    assert divisible(hf_config, pipeline_model_parallel_size=3) is None
+    key = "parallel.pipeline_model_parallel_size"
+    assert divisible(hf_config, pipeline_model_parallel_size=4) == key
+
+
 def test_dense_models(hf_config: dict) -> None:
     del hf_config["num_experts"]
     hf_config["intermediate_size"] = 100
@@ -105,10 +113,11 @@ def test_dense_models(hf_config: dict) -> None:
     )
 
 
-def test_heads_of_a_gated_delta_net_are_cut_by_tensor_and_context_parallelism(
-    hf_config: dict,
+@pytest.mark.parametrize("key", ["linear_num_key_heads", "n_groups"])
+def test_heads_of_a_recurrence_are_cut_by_tensor_and_context_parallelism(
+    hf_config: dict, key: str
 ) -> None:
-    hf_config["linear_num_key_heads"] = 2
+    hf_config[key] = 2
     assert divisible(hf_config, tensor_model_parallel_size=2) is None
     assert divisible(hf_config, context_parallel_size=2) is None
     assert (

@@ -28,6 +28,7 @@ MODELS = {
     "glm_dsa": dict(kind="glm_dsa", seed=1),
     "minimax": dict(kind="minimax", seed=21),
     "gpt_oss": dict(kind="gpt_oss"),
+    "nemotron": dict(kind="nemotron", seed=1, initializer_range=0.1),
     "next": dict(kind="next", seed=24, initializer_range=0.1),
     "qwen35_moe": dict(kind="qwen35_moe", seed=2, initializer_range=0.1),
     "qwen35": dict(

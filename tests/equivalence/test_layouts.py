@@ -193,6 +193,21 @@ def test_sparse_attention(models, name, arrangement):
     check(models(name), case_of(arrangement))
 
 
+@pytest.mark.parametrize(
+    "arrangement",
+    [
+        SINGLE,
+        Arrangement(tensor=2, sequence_parallel=True, context=2, expert_tensor=2),
+        Arrangement(pipeline=2, interleaved=True, data=2),
+        Arrangement(tensor=2, sequence_parallel=True, data=2, expert=2),
+    ],
+    ids=lambda a: a.name,
+)
+def test_mamba(models, arrangement):
+    """Layers of Mamba-2, of attention, of an MLP and of experts alone: Nemotron-3."""
+    check(models("nemotron"), case_of(arrangement))
+
+
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_embedding_and_loss_count_as_layers(models, recompute):
     """The first chunk of the first stage and the last of the last have no layer, and every

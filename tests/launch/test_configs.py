@@ -208,6 +208,8 @@ def test_every_stage_is_built(file, tiny, tmp_path):
     hidden = shape.hidden_size
     width = shape.moe_ffn_hidden_size
     biases = (2 * width + hidden) * shape.linear_bias
-    assert experts == moe_layers * shape.num_experts * (3 * hidden * width + biases)
+    assert experts == moe_layers * shape.num_experts * (
+        shape.mlp_matrices * hidden * width + biases
+    )
     if file in WITH_MEMORY and not config.lora.is_on:
         check_header(file, config, stages)

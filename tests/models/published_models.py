@@ -165,6 +165,41 @@ _TEXT_OUTER = (
     "lm_head.weight",
 )
 
+_NEMOTRON = example("nemotron_h/Nemotron-3-Nano-30B-A3B") | dict(
+    auto_map={
+        "AutoConfig": "configuration_nemotron_h.NemotronHConfig",
+        "AutoModel": "modeling_nemotron_h.NemotronHForCausalLM",
+        "AutoModelForCausalLM": "modeling_nemotron_h.NemotronHForCausalLM",
+    },
+    transformers_version="4.55.4",
+)
+
+
+def _nemotron(pattern: str, experts: int) -> tuple[str, ...]:
+    names_of_letter = {
+        "M": (
+            "mixer.{in_proj,norm,out_proj}.weight",
+            "mixer.conv1d.{weight,bias}",
+            "mixer.{dt_bias,A_log,D}",
+        ),
+        "*": ("mixer.{q_proj,k_proj,v_proj,o_proj}.weight",),
+        "E": (
+            "mixer.gate.{weight,e_score_correction_bias}",
+            f"mixer.experts.{{0..{experts}}}.{{up_proj,down_proj}}.weight",
+            "mixer.shared_experts.{up_proj,down_proj}.weight",
+        ),
+    }
+    return (
+        *(f"backbone.{name}.weight" for name in ("embeddings", "norm_f")),
+        "lm_head.weight",
+        *(
+            f"backbone.layers.{layer}.{name}"
+            for layer, letter in enumerate(pattern)
+            for name in ("norm.weight", *names_of_letter[letter])
+        ),
+    )
+
+
 NAMES: dict[str, tuple[str, ...]] = {
     "Qwen3-30B-A3B": _qwen3_moe(47, 127),
     "Qwen3-235B-A22B": _qwen3_moe(93, 127),
@@ -268,6 +303,7 @@ NAMES: dict[str, tuple[str, ...]] = {
         ),
         *_layers(78, *_MTP, *_MTP_VOCABULARY, first=78),
     ),
+    "Nemotron-3-Nano-30B-A3B": _nemotron(_NEMOTRON["hybrid_override_pattern"], 127),
     "Kimi-K2": (*_OUTER, *_latent(60, 1, 383, queries=_Q_LATENT, ends=_FP8, more=_INV_FREQ)),
     "Kimi-K2.5": (
         *(
@@ -442,6 +478,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
             use_cache=True,
         )
     ),
+    "Nemotron-3-Nano-30B-A3B": _NEMOTRON,
     "GLM-5": example("glm_moe_dsa/GLM-5") | dict(transformers_version="5.0.2.dev0"),
     "Kimi-K2": (
         _DEEPSEEK

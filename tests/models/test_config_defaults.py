@@ -31,6 +31,7 @@ KINDS = (
     "glm",
     "gpt_oss",
     "minimax",
+    "nemotron",
 )
 
 
@@ -60,17 +61,19 @@ def variants(kind: str, change: str) -> list[tuple[str, dict[str, Any]]]:
     """The config with each key, and each of its rotary embedding's, removed or null; in the new
     and the old form.
     """
-    new = tiny_config(kind).to_dict()
-    old = copy.deepcopy(new)
+    forms = {"new": tiny_config(kind).to_dict()}
+    old = copy.deepcopy(forms["new"])
     keys = language_keys(old)
-    rope = keys.pop("rope_parameters")
-    keys["rope_theta"] = rope.pop("rope_theta")
-    keys["partial_rotary_factor"] = rope.pop("partial_rotary_factor", 1.0)
-    if rope.get("rope_type") != "default":
-        rope["type"] = rope.pop("rope_type")
-        keys["rope_scaling"] = rope
+    if "rope_parameters" in keys:
+        forms["old"] = old
+        rope = keys.pop("rope_parameters")
+        keys["rope_theta"] = rope.pop("rope_theta")
+        keys["partial_rotary_factor"] = rope.pop("partial_rotary_factor", 1.0)
+        if rope.get("rope_type") != "default":
+            rope["type"] = rope.pop("rope_type")
+            keys["rope_scaling"] = rope
     made = []
-    for form, config in (("new", new), ("old", old)):
+    for form, config in forms.items():
         for name in ("", "rope_parameters", "rope_scaling"):
             within = language_keys(config) if not name else language_keys(config).get(name)
             for key in within or ():

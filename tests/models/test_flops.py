@@ -26,6 +26,8 @@ LATENT_KEYS = HIDDEN * (16 + 8) + 16 * 4 * (12 + 16) + 4 * 16 * HIDDEN
 LATENT = HIDDEN * 24 + 24 * 4 * 20 + LATENT_KEYS
 # A gated delta net: 4 key heads of 6, 8 value heads of 8; q k v, two rates and a gate; the output.
 NET = HIDDEN * (2 * 4 * 6 + 8 * 8 + 2 * 8 + 8 * 8) + 8 * 8 * HIDDEN
+# Mamba-2: 8 heads of 6, their gates, B and C of 4 groups of 10, time steps; the output.
+MAMBA = HIDDEN * (2 * 8 * 6 + 2 * 4 * 10 + 8) + 8 * 6 * HIDDEN
 DEEPSEEK_MOE = 12 * HIDDEN + 4 * EXPERT + EXPERT
 GATED = ATTENTION + HIDDEN * 64  # a gate of the output
 
@@ -41,6 +43,11 @@ WEIGHTS = {
     "glm": 4 * ATTENTION + DENSE + 3 * DEEPSEEK_MOE,
     "gpt_oss": 4 * (ATTENTION + 8 * HIDDEN + 2 * EXPERT),
     "minimax": 4 * (ATTENTION + 4 * HIDDEN + 2 * EXPERT),
+    # up and down alone; a shared expert of 24
+    "nemotron": 3 * MAMBA
+    + 2 * ATTENTION
+    + 2 * 48 * HIDDEN
+    + 2 * (12 * HIDDEN + 2 * HIDDEN * (4 * 16 + 24)),
     "qwen35_text": 2 * NET + 2 * GATED + 4 * DENSE,
     # one of four layers has no experts
     "next": 2 * NET + 2 * GATED + DENSE + 3 * (4 * HIDDEN + 2 * EXPERT + 3 * 24 * HIDDEN + HIDDEN),
@@ -58,7 +65,7 @@ MIXING = {
     "shared": 4 * 4 * 2 * 8 * PAIRS,
     # every other layer has a window of 5 keys
     "gpt_oss": 2 * 4 * 2 * 16 * (PAIRS + 1 + 2 + 3 + 4 + 96 * 5),
-    **dict.fromkeys(("next", "qwen35_text", "qwen35_moe_text"), 2 * 4 * 2 * 16 * PAIRS),
+    **dict.fromkeys(("nemotron", "next", "qwen35_text", "qwen35_moe_text"), 2 * 4 * 2 * 16 * PAIRS),
 }
 # Two chunks of 64 tokens in two layers: keys and queries with keys; half of the product that solves
 # the system; the values within; three products with the state, of which the last chunk has two.
@@ -66,6 +73,9 @@ RULE = 2 * (
     2 * (2 * 4 * 64 * 64 * 6 + 8 * 64 * 64 * (6 + 8) // 2 + 8 * 64 * 64 * 8)
     + (3 + 2) * 8 * 64 * 6 * 8
 )
+# Two chunks of 64 tokens in three layers: B with C; the values within; what goes into a state and
+# what is read from it.
+SCAN = 3 * 2 * (4 * 64 * 64 * 10 + 8 * 64 * 64 * 6 + 2 * 8 * 64 * 10 * 6)
 # Indexers of 8 heads of 12: queries from 24 numbers, keys and weights; the scores of the queries
 # that have more than 6 keys.
 INDEXERS = 4 * (LENGTH * (8 * 12 * 24 + HIDDEN * (12 + 8)) + 8 * (12 + 1) * (PAIRS - 21))
@@ -79,10 +89,11 @@ def shape_of(family: str, **overrides: Any) -> ModelShape:
 def test_a_forward_pass_by_hand(family: str) -> None:
     forward = forward_flops(shape_of(family), np.array([LENGTH]), np.array([SCORED]))
     mixing = MIXING.get(family, 4 * 4 * 2 * 16 * PAIRS)
-    rule = RULE if family in ("next", "qwen35_text", "qwen35_moe_text") else 0
+    rules = dict.fromkeys(("next", "qwen35_text", "qwen35_moe_text"), RULE) | {"nemotron": SCAN}
+    rule = rules.get(family, 0)
     assert forward.layers[0] == 2 * LENGTH * WEIGHTS[family]
     assert forward.scores[0] + forward.sums[0] == 2 * mixing
-    assert forward.delta_rule[0] == 2 * rule
+    assert forward.recurrence[0] == 2 * rule
     indexers = INDEXERS if family == "deepseek_v32" else 0
     assert forward.indexer[0] == 2 * indexers
     assert forward.head[0] == 2 * SCORED * HEAD

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatron_gspo.models import FAMILIES, Shard, family_of
-from megatron_gspo.models.model_shape import DeltaNetSizes
+from megatron_gspo.models.model_shape import DeltaNetSizes, Mamba2Sizes
 from megatron_gspo.models.qwen_next import merge_gated_qkv
 from tests.support.tiny_models import tiny_config
 
@@ -30,11 +30,13 @@ def test_every_rule_gives_back_what_it_was_given(family):
         num_query_groups=2,
         head_dim=2,
         delta_net=sizes,
+        mamba=Mamba2Sizes(heads=4, head_size=2, groups=2, state_size=3, kernel=4),
     )
     row_counts = {
         "k_proj": 4,
         "v_proj": 4,
         "in_proj_qkvz": 32,
+        "mixer.in_proj": 32,
         "in_proj_ba": 8,
         "conv1d": 20,
         "in_proj_qkv.": 20,

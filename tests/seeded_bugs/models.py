@@ -112,8 +112,33 @@ MODELS = (
         test="tests/mcore/gated_delta_net/test_layer.py::test_layer_equals_transformers",
     ),
     SeededBug(
+        name="Mamba-2: the state goes on into the first chunk of the next packed sequence",
+        file="megatron_gspo/mcore/mamba2/scan.py",
+        before="states[:active[0]] = 0",
+        after="states[:active[0]] = updates[:active[0]]",
+        test=(
+            "tests/mcore/mamba2/test_layer.py::test_packed_sequences_equal_a_loop_over_each_alone"
+        ),
+    ),
+    SeededBug(
+        name="Mamba-2: what a head writes by and what it reads by in each other's place",
+        file="megatron_gspo/mcore/mamba2/layer.py",
+        before="value, b, c = ",
+        after="value, c, b = ",
+        test=(
+            "tests/mcore/mamba2/test_layer.py::test_packed_sequences_equal_a_loop_over_each_alone"
+        ),
+    ),
+    SeededBug(
+        name="Mamba-2: the blocks of rows of its projection in another order",
+        file="megatron_gspo/models/nemotron.py",
+        before="(sizes.groups * sizes.values, *convolved_blocks(shape), sizes.heads)",
+        after="(*convolved_blocks(shape), sizes.groups * sizes.values, sizes.heads)",
+        test="tests/equivalence/test_layouts.py::test_mamba[tp1-pp1-cp1-dp1-ep1-etp1]",
+    ),
+    SeededBug(
         name="delta net: every context-parallel rank with the first heads' filters",
-        file="megatron_gspo/mcore/gated_delta_net/layer.py",
+        file="megatron_gspo/mcore/chunked_mixer.py",
         before="parameter.chunk(self.cp_group.size())[self.cp_group.rank()]",
         after="parameter.chunk(self.cp_group.size())[0]",
         test="tests/equivalence/test_layouts.py::test_family[next-tp1-pp1-cp2-dp1-ep1-etp1]",

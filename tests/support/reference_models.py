@@ -75,15 +75,16 @@ def checkpoint(model: PreTrainedModel) -> dict[str, torch.Tensor]:
                 tensor.clone()
             )
             continue
-        for expert in range(tensor.shape[0] if kind in ("gate_up_proj", "down_proj") else 0):
+        of_experts = tensor.dim() == 3 and kind in ("gate_up_proj", "up_proj", "down_proj")
+        for expert in range(tensor.shape[0] if of_experts else 0):
             weight = tensor[expert]
-            if kind == "down_proj":
-                tensors[f"{prefix}.{expert}.down_proj.weight"] = weight.clone()
+            if kind != "gate_up_proj":
+                tensors[f"{prefix}.{expert}.{kind}.weight"] = weight.clone()
             else:
                 half = weight.shape[0] // 2
                 tensors[f"{prefix}.{expert}.gate_proj.weight"] = weight[:half].clone()
                 tensors[f"{prefix}.{expert}.up_proj.weight"] = weight[half:].clone()
-        if kind not in ("gate_up_proj", "down_proj"):
+        if not of_experts:
             tensors[name] = tensor.clone()
     return {stored_name(name, model.config.model_type): tensor for name, tensor in tensors.items()}
 

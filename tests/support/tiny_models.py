@@ -18,6 +18,7 @@ from transformers import (
     GptOssConfig,
     Kimi_K25Config,
     MiniMaxM2Config,
+    NemotronHConfig,
     PretrainedConfig,
     Qwen2MoeConfig,
     Qwen3_5Config,
@@ -89,6 +90,26 @@ _MINIMAX: dict[str, object] = dict(
     num_experts_per_tok=2,
     rms_norm_eps=1e-3,
     rope_parameters=dict(rope_type="default", rope_theta=100.0, partial_rotary_factor=0.5),
+)
+# A layer of each kind, and more of Mamba-2; two heads to a group; another epsilon than the default.
+_NEMOTRON: dict[str, object] = dict(
+    hybrid_override_pattern="ME*M-EM*",
+    num_hidden_layers=8,
+    mamba_num_heads=8,
+    mamba_head_dim=6,
+    n_groups=4,
+    ssm_state_size=10,
+    conv_kernel=4,
+    chunk_size=8,
+    moe_intermediate_size=16,
+    moe_shared_expert_intermediate_size=24,
+    n_routed_experts=12,
+    num_experts_per_tok=4,
+    n_group=4,
+    topk_group=2,
+    routed_scaling_factor=1.7,
+    layer_norm_epsilon=1e-3,
+    rescale_prenorm_residual=False,
 )
 _HALF = dict(rope_type="default", rope_theta=100.0, partial_rotary_factor=0.5)
 _FEW: dict[str, object] = dict(
@@ -191,6 +212,7 @@ _FAMILIES: dict[str, tuple[type[PretrainedConfig], dict[str, object]]] = {
     ),
     "gpt_oss": (GptOssConfig, _GPT_OSS),
     "next": (Qwen3NextConfig, _NEXT),
+    "nemotron": (NemotronHConfig, _NEMOTRON),
     "minimax": (MiniMaxM2Config, _MINIMAX),
     "qwen35_text": (Qwen3_5TextConfig, _QWEN35),
     "qwen35_moe_text": (Qwen3_5MoeTextConfig, _QWEN35 | _FEW),
@@ -272,7 +294,7 @@ def save_tiny_model(
                 parameter.uniform_(centre - 0.5, centre + 0.5)
             elif name.endswith("A_log"):  # a state that lasts over several tokens
                 parameter.uniform_(-1.5, 0.5)
-            elif name.endswith(("bias", "conv1d.weight")):
+            elif name.endswith(("bias", "conv1d.weight", ".D")):
                 parameter.uniform_(-0.5, 0.5)
             elif name.endswith("sinks"):
                 parameter.uniform_(0.0, 2.0)

@@ -440,16 +440,19 @@ def checkpoint_tensors(
                     gate,
                     up,
                 )
-        elif name.endswith("experts.down_proj"):
-            for e, down in enumerate(whole):
-                tensors[f"{name.removesuffix('down_proj')}{e}.down_proj.weight"] = down
+        elif name.endswith((".experts.up_proj", ".experts.down_proj")):
+            prefix, _, kind = name.rpartition(".")
+            for e, of_expert in enumerate(whole):
+                tensors[f"{prefix}.{e}.{kind}.weight"] = of_expert
         else:
             tensors[name] = whole
     return {stored_name(name, model.config.model_type): tensor for name, tensor in tensors.items()}
 
 
 def stored_name(name: str, model_type: str) -> str:
-    """The name in files; Transformers renames MiniMax-M2's tensors."""
+    """The name in files; Transformers renames the tensors of MiniMax-M2 and Nemotron-3."""
+    if model_type == "nemotron_h":
+        name = name.replace("model.", "backbone.", 1)
     if model_type == "minimax_m2":
         for own_name, stored in (
             (".mlp.", ".block_sparse_moe."),

@@ -28,9 +28,7 @@ from megatron_gspo.tools.plan.parameters import (
 GRADIENT_BYTES = 4  # accumulated and reduced in float32
 MOMENT_BYTES = 8  # Adam's two moments, float32
 MASTER_BYTES = 4  # float32 copies of bfloat16 weights
-DELTA_NET = (
-    7  # what a gated delta net keeps over what its products would: its rule computes in float32
-)
+DELTA_NET = 7  # what a gated delta net, or Mamba-2, keeps over what its products would: it computes in float32
 HALF_ROWS = (
     256  # of an expert in a micro-batch, with which its products reach half of their speed; assumed
 )
@@ -161,7 +159,7 @@ class Estimator:
         delta_nets = sum(
             layer_parameters(self.shape, layer).attention
             for layer, mixer in enumerate(mixers)
-            if mixer == "gated_delta_net"
+            if mixer in ("gated_delta_net", "mamba2")
         )
         return self._layers[2] + (DELTA_NET - 1) * delta_nets / len(mixers)
 

@@ -13,7 +13,7 @@ from megatron_gspo.config import ParallelConfig
 from megatron_gspo.config.config_error import ConfigError
 from megatron_gspo.config.parallel_checks import check_divisibility, check_layout
 from megatron_gspo.errors import InputError
-from megatron_gspo.models.model_shape import experts_of
+from megatron_gspo.models.model_shape import experts_of, layers_of
 
 MOST_VIRTUAL = 4  # chunks of a stage that are tried
 MOST_CONTEXT = 16
@@ -32,7 +32,7 @@ def candidates(hf: dict[str, Any], gpus: int, node: int) -> Iterator[dict[str, A
     powers = [2**i for i in range(13) if 2**i <= gpus]
     tensors = [d for d in powers if d <= node]
     contexts = [d for d in powers if d <= MOST_CONTEXT]
-    count = hf.get("num_hidden_layers", 1)
+    count = layers_of(hf) or 1
     # stages that do not divide the layers may divide them with embedding and loss counted
     pipelines = [(size, 0) for size in divisors(count, gpus)]
     pipelines += [(size, 2) for size in divisors(count + 2, gpus) if count % size]

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron_gspo.models.flops import indexer_weights, mixer_weights
-from megatron_gspo.models.model_shape import ModelShape
+from megatron_gspo.models.model_shape import NO_MIXER, ModelShape
 
 
 @dataclass(frozen=True)
 class LayerParameters:
     """Of one transformer layer. attention: of what mixes its tokens. mlp: of its dense MLP, or the
-    router and the shared expert. experts: of all routed experts together. norms: of the two norms
+    router and the shared expert. experts: of all routed experts together. norms: of the norms
     before them."""
 
     attention: int
@@ -30,20 +30,32 @@ def layer_parameters(shape: ModelShape, layer: int) -> LayerParameters:
     hidden = shape.hidden_size
     attention = mixer_weights(shape, layer) + indexer_weights(shape)
     attention += _vectors_of_mixer(shape, shape.mixers[layer])
+    norms = (shape.mixers[layer] != NO_MIXER) + shape.mlp_layers[layer]
+    matrices = shape.mlp_matrices
     if not shape.moe_layers[layer]:
-        return LayerParameters(attention, 3 * shape.ffn_hidden_size * hidden, 0, 2 * hidden)
+        width = shape.ffn_hidden_size if shape.mlp_layers[layer] else 0
+        return LayerParameters(attention, matrices * width * hidden, 0, norms * hidden)
     width = shape.moe_ffn_hidden_size
     count = shape.num_experts
     router = count * hidden + (count if shape.linear_bias else 0)
-    shared = 3 * shape.shared_expert_size * hidden + (hidden if shape.shared_expert_gate else 0)
-    expert = 3 * width * hidden + (2 * width + hidden if shape.linear_bias else 0)
-    return LayerParameters(attention, router + shared, count * expert, 2 * hidden)
+    shared = matrices * shape.shared_expert_size * hidden + (
+        hidden if shape.shared_expert_gate else 0
+    )
+    expert = matrices * width * hidden + (2 * width + hidden if shape.linear_bias else 0)
+    return LayerParameters(attention, router + shared, count * expert, norms * hidden)
 
 
 def _vectors_of_mixer(shape: ModelShape, mixer: str) -> int:
-    """Parameters of attention or a gated delta net that multiply no matrix: biases, norms, sinks,
-    filters, rates.
+    """Parameters of attention, or of what a layer has in its place, that multiply no matrix: biases,
+    norms, sinks, filters, rates.
     """
+    if mixer == NO_MIXER:
+        return 0
+    if mixer == "mamba2":
+        mamba = shape.mamba
+        assert mamba is not None
+        filters = mamba.convolved * (mamba.kernel + 1)
+        return mamba.groups * (filters + mamba.values) + 3 * mamba.heads
     if mixer == "gated_delta_net":
         net = shape.delta_net
         assert net is not None

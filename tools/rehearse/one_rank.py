@@ -65,11 +65,12 @@ def run(args: argparse.Namespace) -> None:
 
 def shortened_model(path: str, layers: int, folder: Path) -> Path:
     """A model directory with the config.json of another, and its first layers only; a list with an
-    entry for each layer, such as ``layer_types``, is cut with them."""
+    entry for each layer, such as ``layer_types``, is cut with them, and so are letters for each."""
     data: dict[str, Any] = json.loads((Path(path) / "config.json").read_text(encoding="utf-8"))
     keys = data["text_config"] if isinstance(data.get("text_config"), dict) else data
     for key, value in keys.items():
-        if isinstance(value, list) and len(value) == keys["num_hidden_layers"]:
+        has_entries = isinstance(value, list) or key == "hybrid_override_pattern"
+        if has_entries and len(value) == keys["num_hidden_layers"]:
             keys[key] = value[:layers]
     keys["num_hidden_layers"] = layers
     if "max_window_layers" in keys:

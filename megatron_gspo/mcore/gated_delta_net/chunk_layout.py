@@ -5,6 +5,7 @@ convolution.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Protocol
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron_gspo.mcore.device_copies import copy_to_device
-from megatron_gspo.models.flops import DELTA_CHUNK
+from megatron_gspo.models.flops import RECURRENCE_CHUNK
 from megatron_gspo.parallel.autograd_context import AutogradContext
 from megatron_gspo.parallel.context_parallel import concatenated_ranges, zigzag_indices
 
@@ -51,7 +52,7 @@ def chunk_layout(
     before: int,
     cp_size: int = 1,
     *,
-    size: int = DELTA_CHUNK,
+    size: int = RECURRENCE_CHUNK,
     device: torch.device | str = "cpu",
 ) -> ChunkLayout:
     """The layout of sequences with bounds ``cu_seqlens`` [n + 1] int32, on the host and before
@@ -107,6 +108,11 @@ def chunk_layout(
     for name in ("slots", "absent", "copied_rows"):
         moved[name] = moved[name].long()
     return ChunkLayout(size=size, before=before, active=tuple(active.tolist()), **moved)
+
+
+def chunk_steps(active: tuple[int, ...]) -> list[tuple[int, int, int]]:
+    """(first chunk, chunks, chunks of the next step) of each step, for ``ChunkLayout.active``."""
+    return list(zip(accumulate((0, *active)), active, (*active[1:], 0), strict=False))
 
 
 def _active(chunks: Tensor) -> Tensor:

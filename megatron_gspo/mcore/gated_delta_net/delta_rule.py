@@ -17,13 +17,13 @@ of a micro-batch, and all heads, are its batch. Time and memory are linear in to
 
 from __future__ import annotations
 
-from itertools import accumulate
 from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megatron_gspo.mcore.gated_delta_net.chunk_layout import chunk_steps
 from megatron_gspo.parallel.autograd_context import AutogradContext
 
 
@@ -83,7 +83,7 @@ class _Scan(torch.autograd.Function):
         new = torch.empty_like(values, memory_format=torch.contiguous_format)
         states = values.new_empty(values.shape[0], keys.shape[-1], values.shape[-1])
         states[: active[0]] = 0
-        for start, count, following in _steps(active):
+        for start, count, following in chunk_steps(active):
             now = slice(start, start + count)
             then = slice(start + count, start + count + following)
             torch.baddbmm(values[now], corrections[now], states[now], alpha=-1, out=new[now])
@@ -102,7 +102,7 @@ class _Scan(torch.autograd.Function):
         corrections, keys, decay, new, states = ctx.saved_tensors
         grad = torch.empty_like(new)
         after = torch.zeros_like(states)  # gradient of the state after each chunk
-        for start, count, following in reversed(_steps(ctx.active)):
+        for start, count, following in reversed(chunk_steps(ctx.active)):
             now = slice(start, start + count)
             then = slice(start + count, start + count + following)
             going = slice(start, start + following)
@@ -116,8 +116,3 @@ class _Scan(torch.autograd.Function):
         grad_keys = torch.bmm(new, after.transpose(1, 2))
         grad_decay = torch.linalg.vecdot(states.flatten(1), after.flatten(1)).view(decay.shape)
         return grad, grad_corrections, grad_keys, grad_decay, None
-
-
-def _steps(active: tuple[int, ...]) -> list[tuple[int, int, int]]:
-    """(first row, rows, rows of the next step) of each step."""
-    return list(zip(accumulate((0, *active)), active, (*active[1:], 0), strict=False))

@@ -15,7 +15,8 @@ from megatron_gspo.models.families import hugging_face_names
 from megatron_gspo.models.family import Family
 from megatron_gspo.models.model_shape import ModelShape
 
-_OTHERS = ("embed_tokens", "conv1d")  # modules besides norms whose weight is no linear layer's
+# Modules besides those that end with "norm" whose weight is no linear layer's.
+_OTHERS = ("embed_tokens", "embeddings", "norm_f", "conv1d")
 # What servers, and for experts Transformers, put into one parameter, which has one type.
 _FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"))
 _EXPERT = re.compile(r"(.+\.experts)\.\d+\..+")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -276,6 +277,7 @@ def _build(
         )
         _refuse_others(model.config)
     _widen_bias(model, source)
+    _unclamp_time_steps(model)
     model = model.to(device).eval().requires_grad_(False)
     if device.type == "cpu":
         use_cpu_kernels(model)
@@ -301,6 +303,14 @@ def _widen_bias(model: PreTrainedModel, source: str | Path | PretrainedConfig) -
                 bias = rounded.get(name_in_transformers(stored))
                 if bias is not None:
                     bias.copy_(reader.read(stored))
+
+
+def _unclamp_time_steps(model: PreTrainedModel) -> None:
+    """Let Mamba-2 read a prompt as it decodes, and as the trainer and servers compute: Transformers
+    raises small time steps in a pass over several tokens alone."""
+    mixers: list[Any] = [each for each in model.modules() if hasattr(each, "time_step_limit")]
+    for mixer in mixers:
+        mixer.time_step_limit = (0.0, math.inf)
 
 
 def _refuse_others(config: PretrainedConfig) -> None:

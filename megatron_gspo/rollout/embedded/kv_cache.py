@@ -1,6 +1,6 @@
 """A key/value cache for decoding. It is written in place: a step copies one column, not the whole
 cache. Layers of linear attention keep their state instead, those of sparse attention the keys of
-their indexer too."""
+their indexer too, and layers of an MLP or experts alone nothing."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import PretrainedConfig
-from transformers.cache_utils import Cache, DynamicLayer, LinearAttentionLayer
+from transformers.cache_utils import Cache, DummyLayer, DynamicLayer, LinearAttentionLayer
 
 
 class _BufferLayer(DynamicLayer):
@@ -87,8 +87,8 @@ class _IndexedLayer(_BufferLayer):
 
 
 class _StateLayer(LinearAttentionLayer):
-    """The state of a gated delta net and the last tokens of its convolution, of the same size
-    after any length.
+    """The state of a gated delta net or of Mamba-2 and the last tokens of its convolution, of the same
+    size after any length.
     """
 
     def select_rows(self, rows: Tensor, capacity: int) -> None:
@@ -98,11 +98,20 @@ class _StateLayer(LinearAttentionLayer):
                 states[number] = None if state is None else state.index_select(0, rows)
 
 
+class _EmptyLayer(DummyLayer):
+    """An MLP or experts alone."""
+
+    def select_rows(self, rows: Tensor, capacity: int) -> None:
+        """There are none."""
+
+
 _LAYERS: dict[str, Any] = {
     "full_attention": _BufferLayer,
     "sliding_attention": _BufferLayer,  # keeps all columns
     "indexed_attention": _IndexedLayer,
     "linear_attention": lambda capacity: _StateLayer(),
+    "moe": lambda capacity: _EmptyLayer(),
+    "mlp": lambda capacity: _EmptyLayer(),
 }
 
 
@@ -114,14 +123,14 @@ def kinds_of(config: PretrainedConfig) -> list[str]:
 def is_served(config: PretrainedConfig) -> bool:
     """Whether `BufferCache` has all kinds of layers of a model."""
     kinds = set(kinds_of(config))
-    return kinds <= _LAYERS.keys() and kinds != {"linear_attention"}
+    return kinds <= _LAYERS.keys() and not kinds <= {"linear_attention", "moe", "mlp"}
 
 
 class BufferCache(Cache):
     """Transformers' cache interface over one layer of the given kind (`layer_types` of a config)
     each.
 
-    One of them must not be linear attention: it counts the tokens.
+    One of them must be another kind of attention than linear: it counts the tokens.
     """
 
     def __init__(self, kinds: Sequence[str], capacity: int) -> None:

@@ -126,18 +126,18 @@ def _expert_slices(model: PreTrainedModel, name: str, tensor: Tensor) -> dict[st
     """Checkpoint name -> slice of a fused expert parameter; empty for any other tensor.
 
     The layout of the library's `qwen2_moe` conversion, which Qwen3-MoE uses: gate_up_proj [E, 2i,
-    h] is gate over up, down_proj [E, h, i].
+    h] is gate over up, down_proj [E, h, i]. Experts without a gate have up_proj [E, i, h].
     """
     prefix, _, kind = name.rpartition(".")
-    if kind not in ("gate_up_proj", "down_proj") or tensor.dim() != 3:
+    if kind not in ("gate_up_proj", "up_proj", "down_proj") or tensor.dim() != 3:
         return {}
     module = model.get_submodule(prefix)
     if getattr(module, "is_transposed", False) or not getattr(module, "is_concatenated", True):
         return {}  # another family's layout, with checkpoints that hold the fused tensor
     slices = {}
     for expert, weight in enumerate(tensor.unbind(0)):
-        if kind == "down_proj":
-            slices[f"{prefix}.{expert}.down_proj.weight"] = weight
+        if kind != "gate_up_proj":
+            slices[f"{prefix}.{expert}.{kind}.weight"] = weight
         else:
             gate, up = weight.chunk(2, dim=0)
             slices[f"{prefix}.{expert}.gate_proj.weight"] = gate

@@ -183,7 +183,7 @@ def test_megatron_loads_what_a_run_saved(kind: str, tmp_path: Path) -> None:
 
 
 def test_layers_that_megatron_stores_otherwise_are_refused() -> None:
-    for kind in ("next", "minimax"):
+    for kind in ("next", "minimax", "nemotron"):
         _, shape = family_of(tiny_config(kind).to_dict())
         with pytest.raises(ModelError, match="are not stored as Megatron-Core's; give the weights"):
             check_layers_are_megatrons(shape)

@@ -52,6 +52,7 @@ ALL = (
         "glm_dsa",
         "next",
         "minimax",
+        "nemotron",
     ],
 )
 def test_linear_modules_are_those_of_transformers(kind):
@@ -66,13 +67,14 @@ def test_linear_modules_are_those_of_transformers(kind):
     }
     for name, module in model.named_modules():
         if name.endswith(".experts"):
-            projections = ("gate_proj", "up_proj", "down_proj")
+            gate = ("gate_proj",) if hasattr(module, "gate_up_proj") else ()
+            projections = (*gate, "up_proj", "down_proj")
             expected |= {
                 f"{name}.{i}.{each}"
-                for i in range(module.gate_up_proj.shape[0])
+                for i in range(module.down_proj.shape[0])
                 for each in projections
             }
-        elif name.endswith("mlp.gate"):
+        elif name.endswith(("mlp.gate", "mixer.gate")):
             expected.add(name)
     expected = {stored_name(f"{name}.", config.model_type)[:-1] for name in expected}
     families = FAMILIES | {family.model_type: family for family in QWEN_NEXT}

@@ -5,6 +5,7 @@ Transformers' own passes.
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import numpy as np
@@ -28,7 +29,15 @@ from tests.support.reference_models import (
 from tests.support.tiny_models import save_tiny_model, tiny_config
 
 SPARSE = ("deepseek_v32", "glm_dsa")  # attention to the positions that an indexer selects
-SIGMOID = ("deepseek", "moonlight", "glm_lite", "glm", "minimax", *SPARSE)  # routers with a bias
+SIGMOID = (
+    "deepseek",
+    "moonlight",
+    "glm_lite",
+    "glm",
+    "minimax",
+    "nemotron",
+    *SPARSE,
+)  # routers with a bias
 DELTA = ("next", "qwen35_moe")  # with gated delta nets
 SOFTMAX = ("gpt_oss", *DELTA)
 BIAS = ".e_score_correction_bias"
@@ -37,9 +46,8 @@ BIAS = ".e_score_correction_bias"
 def build(kind):
     """A reference with a bias in its sigmoid routers, and an engine that got its weights."""
     layers = 4 if kind in SOFTMAX else 3
-    config = tiny_config(
-        kind, vocab_size=VOCABULARY, num_hidden_layers=layers, max_position_embeddings=64
-    )
+    sizes = {} if kind == "nemotron" else dict(num_hidden_layers=layers)
+    config = tiny_config(kind, vocab_size=VOCABULARY, max_position_embeddings=64, **sizes)
     # the two forms of a delta rule, token by token and chunked, differ in the rounding of their
     # sums
     reference = reference_model(config, scale=0.6 if kind in DELTA else 1.5)
@@ -59,9 +67,9 @@ def routes_of(model, tokens):
     """[L - 1, layers, k] sorted: the experts that the modules of a plain pass were called with."""
     seen = []
     hooks = [
-        layer.mlp.experts.register_forward_pre_hook(lambda module, args: seen.append(args[1]))
-        for layer in model.model.layers
-        if hasattr(layer.mlp, "experts")
+        module.register_forward_pre_hook(lambda module, args: seen.append(args[1]))
+        for name, module in model.named_modules()
+        if name.endswith(".experts")
     ]
     model(torch.from_numpy(tokens[:-1])[None])
     for hook in hooks:
@@ -101,6 +109,26 @@ def test_log_probs_and_routes_are_those_of_a_plain_pass(kind):
         assert any((a != b).any() for a, b in zip(routes, without, strict=True)), (
             "the bias changes the choice"
         )
+
+
+def test_small_time_steps_of_a_prompt_are_not_raised():
+    """As they are not while a token is decoded, and in the trainer."""
+    config = tiny_config("nemotron", vocab_size=VOCABULARY, max_position_embeddings=64)
+    reference = reference_model(config, scale=1.5)
+    mixers = [module for module in reference.modules() if hasattr(module, "time_step_limit")]
+    for mixer in mixers:
+        mixer.dt_bias.fill_(-9.0)  # steps of 1e-4
+    engine = loaded_engine(config, checkpoint(reference), return_routed_experts=True)
+    samples = sampled(engine)
+    raised = [teacher_forced(reference, sample) for sample in samples]
+    for mixer in mixers:
+        mixer.time_step_limit = (0.0, math.inf)
+    check(samples, reference)
+    errors = [
+        abs(sample.rollout_log_probs - other).max()
+        for sample, other in zip(samples, raised, strict=True)
+    ]
+    assert max(errors) > 1e-3, "the limit would show"
 
 
 @pytest.mark.parametrize("kind", SIGMOID)

@@ -149,6 +149,8 @@ def test_weights_in_8_bits_are_read_as_their_dequantized_values(model, tmp_path)
     "kind, carried, config",
     [
         ("next", {"mtp.fc.weight": (32, 64), "mtp.norm": (3,)}, {}),
+        # Five blocks of rows, each cut by two; layers of half a kind; biases in float32.
+        ("nemotron", {"mtp.layers.0.eh_proj.weight": (32, 64)}, {"num_nextn_predict_layers": 1}),
         # Norms over all heads, cut by two; biases in float32.
         ("minimax", {"model.layers.4.eh_proj.weight": (32, 64)}, {"num_mtp_modules": 1}),
     ],

@@ -69,6 +69,7 @@ FAMILIES = (
     "glm_lite",
     "deepseek_v32",
     "glm",
+    "nemotron",
     "next",
     "minimax",
     "gpt_oss",

@@ -106,7 +106,7 @@ def assert_agrees(records: Sequence[RankRecord], shape: Any, config: Any) -> Non
 
 @on_fake_gpu
 def test_every_mixer_runs_the_operations_of_the_formula() -> None:
-    """Attention, windows with sinks, latent attention, delta nets with a shared expert; what is
+    """Attention, windows with sinks, latent attention, delta nets with a shared expert, Mamba-2; what is
     recomputed is told apart.
     """
     for family, recompute in (
@@ -115,6 +115,7 @@ def test_every_mixer_runs_the_operations_of_the_formula() -> None:
         ("deepseek", "full"),
         ("next", "none"),
         ("next", "full"),
+        ("nemotron", "none"),
     ):
         try:
             recomputed = f"model.recompute_granularity={recompute}"

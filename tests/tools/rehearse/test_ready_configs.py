@@ -34,6 +34,7 @@ FEWEST = {
     "deepseek_v3": 43,
     "glm5_744b": 24,
     "kimi_k25": 25,
+    "nemotron3_nano": 6,
 }
 # Together more than sparse attention selects.
 LENGTHS = {"data.max_prompt_length": 512, "rollout.max_response_length": 1600}
@@ -41,13 +42,15 @@ LENGTHS = {"data.max_prompt_length": 512, "rollout.max_response_length": 1600}
 
 def fewest_layers(file: Path) -> int:
     """Two layers a stage, of which embedding and loss may each count as one; more where those
-    beside the embedding are dense, so that the first stage has experts too. Without stages two."""
+    beside the embedding are dense, so that the first stage has experts too. Without stages two, or
+    as many as have all kinds of layers."""
     config = load_config(file)
     parallel = config.parallel
     dense = read_config(SHIPPED[Path(config.model.path).name]).get("first_k_dense_replace", 0)
     first_stage = parallel.account_for_embedding_in_pipeline_split + dense + 1
     layers = max(2, first_stage) * parallel.pipeline_model_parallel_size
-    return layers - parallel.extra_pipeline_layers
+    kinds = family_of(read_config(SHIPPED[Path(config.model.path).name]))[1].mixers
+    return max(layers - parallel.extra_pipeline_layers, 1 + max(map(kinds.index, set(kinds))))
 
 
 def structure(file: Path) -> tuple[object, ...]:
@@ -123,7 +126,11 @@ def rehearse_the_fewest_layers(file: Path, folder: Path) -> None:
     layers = fewest_layers(file)
     assert layers == next((number for word, number in FEWEST.items() if word in file.stem), 2)
     # Of the first stage, and of the last.
-    ranks = "0" if layers == 2 else f"0,{processes(file) - 1}"
+    ranks = (
+        "0"
+        if load_config(file).parallel.pipeline_model_parallel_size == 1
+        else f"0,{processes(file) - 1}"
+    )
     document = rehearse(
         file, folder / "found.json", "--layers", str(layers), "--ranks", ranks, *short(file)
     )

@@ -1,0 +1,1 @@
+"""Mamba-2: the state space layers of Nemotron-3."""
