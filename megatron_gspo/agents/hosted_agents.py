@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import itertools
 import logging
+import os
 import pickle
 import random
 import socket
@@ -17,6 +18,7 @@ import numpy as np
 
 from megatron_gspo.agents.agent_host import AgentHost, OpenRun, single_error
 from megatron_gspo.agents.generation import CallLimits, Generation
+from megatron_gspo.agents.host_settings import HostSettings
 from megatron_gspo.agents.process_messages import (
     Close,
     Failed,
@@ -238,7 +240,10 @@ class _LinesToTrainer(logging.Handler):
 def _built_host(start: Start) -> AgentHost:
     """Raises what `HostSettings.host` raises."""
     sys.path[:] = start.import_path
-    return pickle.loads(start.settings).host()
+    settings: HostSettings = pickle.loads(start.settings)
+    # Of this thread, and of what it starts from here on: threads and processes.
+    os.nice(settings.nice)
+    return settings.host()
 
 
 def _seed_generators(message: Play) -> None:
