@@ -302,6 +302,7 @@ def _started_process() -> tuple[subprocess.Popen[bytes], socket.socket]:
             start_new_session=True,  # not interrupted by Ctrl-C
             env={
                 "OMP_NUM_THREADS": "1",
+                "TOKENIZERS_PARALLELISM": "false",  # short texts, one at a time
                 **os.environ,
                 "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
             },

@@ -28,8 +28,8 @@ class AgentsConfig:
     concurrent_runs: Annotated[int, Ge(1)] = 64
     """Agents that a rank runs at the same time."""
     nice: Annotated[int, Ge(0), Le(19)] = 10
-    """Added to the niceness of the endpoint's process, the agents and their verifier, so that the
-    training thread goes before them where cores are few."""
+    """Added to the niceness of the endpoint's process, of the agents that it starts and of their
+    verifier: the training step goes before them."""
     run_timeout: Annotated[float, Gt(0)] = 1800.0
     """Seconds after which an agent is ended with all its processes, and a runner loses its run."""
     lease: Annotated[float, Gt(0)] = 60.0
