@@ -8,10 +8,14 @@ Each waits most of the time, as for its tools: it makes a call every 10 s, so th
 second. A call adds a tool's result of about 60 tokens to a history of up to 16 turns. The step is a
 forward and backward pass of a tiny model in the main thread, with one thread of torch.
 
-On busy cores the step waits for a core too. The time in which it is blocked, as by the interpreter's
-lock, leaves that out.
+The control is the same agents on a server that has nothing to do with the trainer, answers at once
+with a constant and burns as much CPU time a call as the process that hosts the agents. What it
+costs the step is the price of two busy cores; what the agents cost beyond it is that of this
+program. The wall time of a step has three parts (`schedstat` of /proc): its thread runs, it
+waits for a core, or it is blocked, as by the interpreter's lock.
 
     OMP_NUM_THREADS=1 python benchmarks/agent_sessions.py
+    OMP_NUM_THREADS=1 python benchmarks/agent_sessions.py --apart    # the trainer on a core of its own
 """
 
 from __future__ import annotations
@@ -20,57 +24,63 @@ import argparse
 import asyncio
 import json
 import multiprocessing
+import os
 import random
+import secrets
 import statistics
 import sys
 import tempfile
+import threading
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import aiohttp
 import numpy as np
 import psutil
+from aiohttp import web
 
 from benchmarks.common import by_turns, hardware, say
 
 TURNS = 16
 REPLY_TOKENS = 64
 REPLY_SECONDS = 0.05
+CONTROL_SECONDS = 0.0008  # CPU time of a call to the control's server that burns none
 RESULT = "the command has printed this line and nothing else"
 
 
 class FakeEngine:
-    """A `Generator` that takes `REPLY_SECONDS`. seconds: that each call has taken."""
+    """A `Generator` that takes `REPLY_SECONDS`."""
 
     paused_seconds = 0.0
 
     def __init__(self, end_token: int) -> None:
-        self.seconds: list[float] = []
         self._tokens = np.array([*range(65, 65 + REPLY_TOKENS - 1), end_token], dtype=np.int64)
 
     async def generate(self, prompt: Any, limits: Any, *, seed: int, routes_start: int) -> Any:
         """See `Generator.generate`."""
         from megatron_gspo.agents.generation import Generation
 
-        start = time.perf_counter()
         await asyncio.sleep(REPLY_SECONDS)
         count = len(self._tokens)
-        reply = Generation(
+        return Generation(
             self._tokens, np.zeros(count, np.float32), np.zeros(count, np.int32), "stop"
         )
-        self.seconds.append(time.perf_counter() - start)
-        return reply
 
 
-def play_agents(control: Connection, address_file: Path, count: int, period: float) -> None:
+def play_agents(
+    control: Connection, address_file: Path, count: int, period: float, nice: int
+) -> None:
     """Agents, in a process of their own. control: gets the word when all have a run; True lets them
     work, False makes them wait and is answered with the seconds of their calls, None ends them.
     period: seconds from call to call."""
+    os.nice(nice)  # as the children of the process that hosts them
     asyncio.run(_agents(control, address_file, count, period))
 
 
@@ -122,8 +132,9 @@ async def _agent(
     messages: list[dict[str, str]] = []
     while True:
         await working.wait()
-        await asyncio.sleep(draw.uniform(0.0, 2 * period))
-        await working.wait()
+        await asyncio.sleep(draw.expovariate(1 / period))  # without a memory of earlier turns
+        if not working.is_set():
+            continue
         if len(messages) >= 2 * TURNS:
             messages = []
         messages.append({"role": "user", "content": f"{key} {len(messages)}: {RESULT}"})
@@ -138,7 +149,44 @@ async def _agent(
         messages.append(answer["choices"][0]["message"])
 
 
-def host_settings(address_file: Path, num_runs: int) -> tuple[Any, int]:
+def serve_control(control: Connection, address_file: Path, nice: int) -> None:
+    """The server of the control, in a process of its own. control: sends the seconds of CPU time
+    that a call burns; None ends it."""
+    os.nice(nice)
+    asyncio.run(_control(control, address_file))
+
+
+async def _control(control: Connection, address_file: Path) -> None:
+    burnt = 0.0
+    message = {"role": "assistant", "content": "A" * REPLY_TOKENS}
+
+    async def claim(request: web.Request) -> web.Response:
+        url = f"http://{request.host}/v1"
+        return web.json_response({"task": {"base_url": url, "key": secrets.token_hex(16)}})
+
+    async def complete(request: web.Request) -> web.Response:
+        body = await request.json()
+        end = time.thread_time() + burnt
+        while time.thread_time() < end:
+            json.dumps(body)
+        await asyncio.sleep(REPLY_SECONDS)
+        return web.json_response({"choices": [{"message": message}]})
+
+    application = web.Application()
+    application.router.add_post("/tasks/claim", claim)
+    application.router.add_post("/v1/chat/completions", complete)
+    runner = web.AppRunner(application, access_log=None)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    host, port = runner.addresses[0]
+    address_file.write_text(json.dumps({"url": f"http://{host}:{port}", "key": "control"}))
+    while (order := await asyncio.to_thread(control.recv)) is not None:
+        burnt = order
+    await runner.cleanup()
+
+
+def host_settings(address_file: Path, num_runs: int, nice: int) -> tuple[Any, int]:
     """(`HostSettings` of runs that last, end token)."""
     from megatron_gspo.agents.agent_run import RunLimits
     from megatron_gspo.agents.host_settings import HostSettings, Runners
@@ -153,12 +201,14 @@ def host_settings(address_file: Path, num_runs: int) -> tuple[Any, int]:
         Runners(address_file, lease=most, run_timeout=most),
         RunLimits(max_calls=most, max_run_tokens=most),
         concurrent_runs=num_runs,
+        nice=nice,
     )
     return settings, end_token
 
 
 class Hosted:
-    """Open runs and the fake engine, whose calls come to an event loop as in a trainer."""
+    """Open runs and the fake engine, whose calls come to an event loop as in a trainer. thread:
+    system-wide number of its thread."""
 
     def __init__(self, host: Any, end_token: int, num_runs: int) -> None:
         """host: a `RunHost`."""
@@ -166,17 +216,21 @@ class Hosted:
         from megatron_gspo.data.sample import Prompt
         from megatron_gspo.servers.http_client import EventLoop
 
-        self.engine = FakeEngine(end_token)
         self._host = host
         self._loop = EventLoop()
         prompts = [Prompt(i, np.array([1]), "a task") for i in range(num_runs)]
         requests = [RunRequest(prompt, 0, seed=0) for prompt in prompts]
-        self._playing = self._loop.spawn(host.samples(requests, self.engine, 4096))
+        self.thread = self._loop.run(_thread_number())
+        self._playing = self._loop.spawn(host.samples(requests, FakeEngine(end_token), 4096))
 
     def close(self) -> None:
         self._playing.cancel()
         self._loop.run(self._host.close())
         self._loop.close()
+
+
+async def _thread_number() -> int:
+    return threading.get_native_id()
 
 
 def training_step(folder: str) -> Any:
@@ -193,76 +247,96 @@ def training_step(folder: str) -> Any:
     return contestants(folder, Size(64, 8, 24), groups)["ours"]
 
 
-class Measurement:
-    """Turns with and without agents. calls, engine: seconds of the calls as the agents see them,
-    and of the fake engine alone. cpu_per_call, hosting_cpu_per_call: of the trainer's threads but
-    the main one, and of the process that hosts the agents. blocked: seconds a step in which the main
-    thread neither runs nor waits for a core, with agents (True) and without."""
+@dataclass(frozen=True)
+class Load:
+    """Agents that work or wait. control: of their process. server: that they call."""
 
-    def __init__(
-        self, control: Connection, hosted: Hosted, hosting: list[psutil.Process], *, seconds: float
-    ) -> None:
-        """hosting: the processes that host the agents."""
-        self.calls: list[float] = []
-        self.engine: list[float] = []
-        self.cpu_per_call: list[float] = []
-        self.hosting_cpu_per_call: list[float] = []
-        self.blocked: dict[bool, list[float]] = {True: [], False: []}
-        self._control = control
-        self._hosted = hosted
-        self._hosting = hosting
-        self._seconds = seconds
+    control: Connection
+    agents: psutil.Process
+    server: psutil.Process
 
-    def turn(self, work: Any, *, agents: bool) -> float:
-        """Mean seconds of a piece of work over a turn. work: None waits."""
-        self._hosted.engine.seconds.clear()
-        if agents:
-            self._control.send(True)
-        cpu = time.process_time() - time.thread_time()
-        hosting_cpu = self._hosting_seconds()
-        scheduled = _scheduled_seconds()
-        start = time.perf_counter()
-        count = 0
-        while time.perf_counter() - start < self._seconds:
-            if work is None:
-                time.sleep(0.1)
-            else:
-                work()
-            count += 1
-        seconds = time.perf_counter() - start
-        self.blocked[agents].append((seconds - (_scheduled_seconds() - scheduled)) / count)
-        cpu = time.process_time() - time.thread_time() - cpu
-        hosting_cpu = self._hosting_seconds() - hosting_cpu
-        if agents:
-            self._control.send(False)
-            calls = self._control.recv()
-            self.calls += calls
-            self.engine += self._hosted.engine.seconds
-            if calls:
-                self.cpu_per_call.append(cpu / len(calls))
-                self.hosting_cpu_per_call.append(hosting_cpu / len(calls))
-            time.sleep(1.0)  # for calls that are under way
-        return seconds / count
+
+class StepParts(NamedTuple):
+    """Mean seconds of a step in which its thread runs, waits for a core and is blocked."""
+
+    runs: float
+    waits: float
+    blocked: float
+
+    @property
+    def wall(self) -> float:
+        return sum(self)
+
+
+class Calls:
+    """Calls of agents. seconds: as they see them. server_cpu, agents_cpu, trainer_cpu: seconds a
+    call, one number a turn, of the server's process, of the agents' and of the trainer's thread
+    that answers the server."""
+
+    def __init__(self, trainer_thread: int) -> None:
+        """trainer_thread: its system-wide number."""
+        self._trainer_thread = trainer_thread
+        self.seconds: list[float] = []
+        self.server_cpu: list[float] = []
+        self.agents_cpu: list[float] = []
+        self.trainer_cpu: list[float] = []
+
+    def turn(self, load: Load, work: Callable[[], StepParts]) -> StepParts:
+        """Do some work while the agents call."""
+        processes = (load.server, load.agents)
+        before = [_cpu_seconds(process) for process in processes]
+        trainer = _scheduled_seconds(self._trainer_thread)[0]
+        load.control.send(True)
+        parts = work()
+        load.control.send(False)
+        seconds = load.control.recv()
+        after = [_cpu_seconds(process) for process in processes]
+        count = max(len(seconds), 1)
+        self.seconds += seconds
+        self.server_cpu.append((after[0] - before[0]) / count)
+        self.agents_cpu.append((after[1] - before[1]) / count)
+        trainer = _scheduled_seconds(self._trainer_thread)[0] - trainer
+        self.trainer_cpu.append(trainer / count)
+        time.sleep(1.0)  # for calls that are under way
+        return parts
 
     def report(self, what: str) -> None:
         """Print the calls."""
-        added = statistics.median(self.calls) - statistics.median(self.engine)
-        ours = statistics.median(self.cpu_per_call)
-        others = statistics.median(self.hosting_cpu_per_call)
+        added = statistics.median(self.seconds) - REPLY_SECONDS
+        trainer, server, agents = (
+            1e3 * statistics.median(values)
+            for values in (self.trainer_cpu, self.server_cpu, self.agents_cpu)
+        )
         say(
-            f"{what}: {len(self.calls)} calls, {1e3 * added:.1f} ms added at the median,"
-            f" {1e3 * ours:.2f} ms of the trainer's CPU a call and {1e3 * others:.1f} ms of the"
-            " hosting process"
+            f"{what}: {len(self.seconds)} calls, {1e3 * added:.1f} ms added at the median; CPU a"
+            f" call: trainer {trainer:.2f} ms, server {server:.2f} ms, agents {agents:.2f} ms"
         )
 
-    def _hosting_seconds(self) -> float:
-        return sum(sum(process.cpu_times()[:2]) for process in self._hosting)
+
+def steps(work: Callable[[], object], seconds: float) -> StepParts:
+    """Repeat a piece of work for so long."""
+    began = time.perf_counter()
+    thread = threading.get_native_id()
+    ran, waited = _scheduled_seconds(thread)
+    count = 0
+    while time.perf_counter() - began < seconds:
+        work()
+        count += 1
+    wall = time.perf_counter() - began
+    ran_now, waited_now = _scheduled_seconds(thread)
+    ran = ran_now - ran
+    waited = waited_now - waited
+    return StepParts(ran / count, waited / count, (wall - ran - waited) / count)
 
 
-def _scheduled_seconds() -> float:
-    """Seconds in which this thread has run or has waited for a core."""
-    running, waiting, _ = Path("/proc/thread-self/schedstat").read_text().split()
-    return (int(running) + int(waiting)) / 1e9
+def _scheduled_seconds(thread: int) -> tuple[float, float]:
+    """Seconds in which a thread of this process has run, and has waited for a core."""
+    running, waiting, _ = Path(f"/proc/self/task/{thread}/schedstat").read_text().split()
+    return int(running) / 1e9, int(waiting) / 1e9
+
+
+def _cpu_seconds(process: psutil.Process) -> float:
+    return sum(process.cpu_times()[:2])
 
 
 def main() -> None:
@@ -273,6 +347,12 @@ def main() -> None:
     parser.add_argument("--sessions", type=int, default=200, help="(default: %(default)s)")
     parser.add_argument("--period", type=float, default=10.0, help="(default: %(default)s)")
     parser.add_argument("--turns", type=int, default=8, help="(default: %(default)s)")
+    parser.add_argument(
+        "--nice", type=int, default=10, help="of all but the trainer (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--apart", action="store_true", help="the trainer on one core, all else on the others"
+    )
     parser.add_argument("--seconds", type=float, default=10.0, help="a turn (default: %(default)s)")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
@@ -283,42 +363,87 @@ def measure(args: argparse.Namespace, folder: Path) -> None:
     """Print the measurements."""
     from megatron_gspo.agents.agent_process import AgentProcess
 
-    address_file = folder / "address.json"
-    settings, end_token = host_settings(address_file, args.sessions)
+    cores = sorted(os.sched_getaffinity(0))
+    if args.apart:
+        os.sched_setaffinity(0, cores[1:])  # of all that is started from here
+    settings, end_token = host_settings(folder / "agents.json", args.sessions, args.nice)
     process = AgentProcess(settings)
-    hosting = psutil.Process(process.process_id).children()
+    burns, theirs = multiprocessing.Pipe()
+    server = start(serve_control, theirs, folder / "control.json", args.nice)
+    loads = []
+    for address_file, called in (
+        (folder / "agents.json", psutil.Process(process.process_id).children()[0]),
+        (folder / "control.json", server),
+    ):
+        control, theirs = multiprocessing.Pipe()
+        agents = start(play_agents, theirs, address_file, args.sessions, args.period, args.nice)
+        loads.append(Load(control, agents, called))
+    if args.apart:
+        os.sched_setaffinity(0, cores[:1])
     hosted = Hosted(process, end_token, args.sessions)
-    ours, theirs = multiprocessing.Pipe()
-    context = multiprocessing.get_context("spawn")
-    agents = context.Process(
-        target=play_agents, args=(theirs, address_file, args.sessions, args.period), daemon=True
-    )
-    agents.start()
-    ours.recv()
+    for load in loads:
+        load.control.recv()
     step = training_step(str(folder / "model"))
     step()
     machine = hardware()
     say(f"{machine['cpu']}, {machine['cores']} cores, load {machine['load_average']:.1f}")
-    idle = Measurement(ours, hosted, hosting, seconds=2 * args.seconds)
-    idle.turn(None, agents=True)
+    idle = Calls(hosted.thread)
+    idle.turn(loads[0], lambda: steps(lambda: time.sleep(0.1), args.seconds))
     idle.report("the trainer waits")
-    busy = Measurement(ours, hosted, hosting, seconds=args.seconds)
+    busy = Calls(hosted.thread)
+    control_calls = Calls(hosted.thread)
+
+    def with_agents() -> StepParts:
+        return busy.turn(loads[0], lambda: steps(step, args.seconds))
+
+    burnt = 0.0
+
+    def with_control() -> StepParts:
+        nonlocal burnt
+        if control_calls.server_cpu:
+            burnt += statistics.median(busy.server_cpu) - control_calls.server_cpu[-1]
+        else:
+            burnt = idle.server_cpu[0] - CONTROL_SECONDS
+        burns.send(burnt)
+        return control_calls.turn(loads[1], lambda: steps(step, args.seconds))
+
     taken = by_turns(
         {
-            "with": lambda: busy.turn(step, agents=True),
-            "without": lambda: busy.turn(step, agents=False),
+            "agents": with_agents,
+            "control": with_control,
+            "alone": lambda: steps(step, args.seconds),
         },
         repeats=args.turns,
         seconds=600.0,
     )
     busy.report("the trainer works")
-    ratio = statistics.median(a / b for a, b in zip(taken["with"], taken["without"], strict=True))
-    say(f"a step of {1e3 * statistics.median(taken['without']):.0f} ms takes {ratio:.3f} times it")
-    blocked, blocked_alone = (1e3 * statistics.median(busy.blocked[on]) for on in (True, False))
-    say(f"it is blocked for {blocked:.1f} ms, and for {blocked_alone:.1f} ms without agents")
-    ours.send(None)
-    agents.join()
+    control_calls.report("control")
+    for name, parts in taken.items():
+        runs, waits, blocked = (
+            1e3 * statistics.median(values) for values in zip(*parts, strict=True)
+        )
+        wall = 1e3 * statistics.median(part.wall for part in parts)
+        say(
+            f"a step, {name}: {wall:.1f} ms: runs {runs:.1f}, waits for a core {waits:.1f}, is"
+            f" blocked {blocked:.2f}"
+        )
+    for ours, peer in (("agents", "alone"), ("control", "alone"), ("agents", "control")):
+        ratio = statistics.median(
+            a.wall / b.wall for a, b in zip(taken[ours], taken[peer], strict=True)
+        )
+        say(f"{ours} / {peer}: {ratio:.3f}")
+    for load in loads:
+        load.control.send(None)
+    burns.send(None)
     hosted.close()
+
+
+def start(function: Callable[..., None], *arguments: object) -> psutil.Process:
+    """A function in a new process, which ends with this one."""
+    context = multiprocessing.get_context("spawn")
+    process = context.Process(target=function, args=arguments, daemon=True)
+    process.start()
+    return psutil.Process(process.pid)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from pathlib import Path
 
@@ -161,6 +162,32 @@ def test_figures_of_benchmarks_name_a_committed_result(page: Path) -> None:
     assert results or not scripts, (
         f"{page.name} has figures of {scripts[0]}; name the result that they are from"
     )
+
+
+def strings_of(source: Path) -> list[str]:
+    """The texts of a module, with a line break in place of each value."""
+    tree = ast.parse(source.read_text(encoding="utf-8"))
+    texts = []
+    for node in ast.walk(tree):
+        parts = node.values if isinstance(node, ast.JoinedStr) else [node]
+        values = [part.value if isinstance(part, ast.Constant) else None for part in parts]
+        texts.append("".join(part if isinstance(part, str) else "\n" for part in values))
+    return texts
+
+
+def test_messages_that_are_quoted_by_hand_exist() -> None:
+    page = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
+    by_hand = re.sub(r"<!-- messages: (.|\n)+?<!-- /messages -->", "", page)
+    tables = re.findall(r"^\| message contains .*\n((?:\|.*\n)+)", by_hand, flags=re.MULTILINE)
+    messages = re.findall(r"^\| `([^`]+)`", "".join(tables), flags=re.MULTILINE)
+    sources = [
+        path for name in ("megatron_gspo", "patches") for path in (ROOT / name).rglob("*.py")
+    ]
+    texts = [text for source in sources for text in strings_of(source)]
+    assert messages
+    for message in messages:
+        pieces = message.split("...")
+        assert any(all(piece in text for piece in pieces) for text in texts), message
 
 
 def page_name(page: Path) -> str:

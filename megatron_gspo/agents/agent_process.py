@@ -43,8 +43,10 @@ from megatron_gspo.agents.process_messages import (
     Start,
     Stop,
     Stopped,
+    TrainerMessage,
     Withdrawn,
     decode,
+    encode,
     receive_frame,
     send_frame,
 )
@@ -148,7 +150,7 @@ class AgentProcess:
         self._send(
             Play(
                 number,
-                requests,
+                pickle.dumps(requests),
                 max_response_length,
                 playing.paused_seconds,
                 reports_progress=opened is not None,
@@ -203,8 +205,8 @@ class AgentProcess:
                 await loop.create_unix_connection(lambda: self._frames, sock=self._connection)
                 self._is_connected = True
 
-    def _send(self, message: object) -> None:
-        self._frames.send(pickle.dumps(message))
+    def _send(self, message: TrainerMessage) -> None:
+        self._frames.send(encode(message))
 
     def _receive(self, frame: bytes) -> None:
         self._take(decode(frame))
@@ -300,6 +302,7 @@ def _started_process() -> tuple[subprocess.Popen[bytes], socket.socket]:
             start_new_session=True,  # not interrupted by Ctrl-C
             env={
                 "OMP_NUM_THREADS": "1",
+                "TOKENIZERS_PARALLELISM": "false",  # short texts, one at a time
                 **os.environ,
                 "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
             },

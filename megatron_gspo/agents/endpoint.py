@@ -427,7 +427,7 @@ async def _read_object(request: web.Request) -> dict[str, Any]:
         raise over_limit(f"a request has at most {MAX_BODY_BYTES >> 20} MiB") from None
     try:
         body = json.loads(raw) if raw else {}
-        if b"\\u" in raw:  # half of a surrogate pair can't be encoded
+        if b"\\ud" in raw or b"\\uD" in raw:  # half of a surrogate pair can't be encoded
             json.dumps(body, ensure_ascii=False).encode()
     except (ValueError, RecursionError):
         raise invalid_request("the body is not JSON in UTF-8") from None

@@ -36,7 +36,8 @@ class HostSettings:
     `functools.partial`s of such.
 
     agent: makes the program that is started for each run. rendering, verifier: make what the host
-    gets. listen: see `AgentEndpoint`.
+    gets. listen: see `AgentEndpoint`. nice: is added to the niceness of the process that hosts them,
+    and so of the agents and the verifier's workers.
     """
 
     rendering: Callable[[], Rendering]
@@ -45,6 +46,7 @@ class HostSettings:
     concurrent_runs: int
     listen: str = "127.0.0.1"
     verifier: Callable[[], RewardScorer] | None = None
+    nice: int = 0
 
     def host(self) -> AgentHost:
         """Build it. Raises InputError for a tokenizer, a program or a verifier that can't be

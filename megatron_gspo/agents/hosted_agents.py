@@ -6,17 +6,19 @@ import asyncio
 import contextlib
 import itertools
 import logging
+import os
 import pickle
 import random
 import socket
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from megatron_gspo.agents.agent_host import AgentHost, OpenRun, single_error
+from megatron_gspo.agents.agent_host import AgentHost, OpenRun, RunRequest, single_error
 from megatron_gspo.agents.generation import CallLimits, Generation
+from megatron_gspo.agents.host_settings import HostSettings
 from megatron_gspo.agents.process_messages import (
     Close,
     Failed,
@@ -36,6 +38,7 @@ from megatron_gspo.agents.process_messages import (
     Stop,
     Stopped,
     Withdrawn,
+    decode_trainers,
     encode,
 )
 from megatron_gspo.data.sample import Sample
@@ -88,7 +91,7 @@ class _HostedAgents:
         self._frames.send(encode(message))
 
     def _receive(self, frame: bytes) -> None:
-        message = pickle.loads(frame)
+        message = decode_trainers(frame)
         if isinstance(message, Generated | NotGenerated | Paused):
             self._trainer.take(message)
         elif isinstance(message, Play):
@@ -109,14 +112,15 @@ class _HostedAgents:
 
     def _play(self, message: Play) -> None:
         number = message.playing
+        requests: Sequence[RunRequest] = pickle.loads(message.requests)
         if not self._playings:
-            _seed_generators(message)
+            _seed_generators(requests[0])
         self._trainer.paused_seconds[number] = message.paused_seconds
-        self._playings[number] = asyncio.ensure_future(self._samples(message))
+        self._playings[number] = asyncio.ensure_future(self._samples(message, requests))
         # Also of one that is stopped before it has begun.
         self._playings[number].add_done_callback(lambda ended: self._answer(number, ended))
 
-    async def _samples(self, message: Play) -> list[Sample]:
+    async def _samples(self, message: Play, requests: Sequence[RunRequest]) -> list[Sample]:
         runs: list[OpenRun] = []
 
         def tell() -> None:
@@ -128,7 +132,7 @@ class _HostedAgents:
 
         with single_error():
             return await self._host.samples(
-                message.requests,
+                requests,
                 _TrainerGenerator(self._trainer, message.playing),
                 message.max_call_length,
                 opened=runs,
@@ -238,13 +242,15 @@ class _LinesToTrainer(logging.Handler):
 def _built_host(start: Start) -> AgentHost:
     """Raises what `HostSettings.host` raises."""
     sys.path[:] = start.import_path
-    return pickle.loads(start.settings).host()
+    settings: HostSettings = pickle.loads(start.settings)
+    # Of this thread, and of what it starts from here on: threads and processes.
+    os.nice(settings.nice)
+    return settings.host()
 
 
-def _seed_generators(message: Play) -> None:
+def _seed_generators(first: RunRequest) -> None:
     """Seed what a verifier without a seed of its own may draw from, as the trainer does at the
     beginning of a rollout."""
-    first = message.requests[0]
     seeds = np.random.SeedSequence([first.seed, first.prompt.index]).generate_state(2)
     random.seed(int(seeds[0]))
     np.random.seed(seeds[1])

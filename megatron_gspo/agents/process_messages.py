@@ -1,24 +1,22 @@
 """What a trainer's process and the process that hosts its agents say to each other.
 
-Messages are frames on a socket pair. Those of the trainer are pickled, as those to the workers of
-verifiers are. Those of the other process, which may run a user's verifier, are MessagePack, and
-nothing in them is unpickled.
+Messages are frames of MessagePack on a socket pair; a reply to a call takes a thirtieth of the time
+that pickling it takes. What only Python can carry, a user's settings and prompts, is pickled within
+a message of the trainer. Nothing is unpickled that comes from the other process, which may run a
+user's verifier.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import pickle
 import socket
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import msgspec
 import numpy as np
 
-from megatron_gspo.agents.agent_host import RunRequest
 from megatron_gspo.agents.generation import Generation
 from megatron_gspo.data.sample import Sample
 
@@ -28,45 +26,41 @@ _SIZE_BYTES = 8  # of a frame's length, in front of it
 # Of the trainer.
 
 
-@dataclass(frozen=True)
-class Start:
+class Start(msgspec.Struct, tag=True):
     """The first message. import_path: `sys.path` of the trainer. settings: a pickled
     `HostSettings`, which is read with this path."""
 
-    import_path: Sequence[str]
+    import_path: list[str]
     settings: bytes
 
 
-@dataclass(frozen=True)
-class Play:
-    """Play runs. playing: their number in later messages. paused_seconds: see `Paused`.
+class Play(msgspec.Struct, tag=True):
+    """Play runs. playing: their number in later messages. requests: a pickled sequence of
+    `RunRequest`. paused_seconds: see `Paused`.
     reports_progress: whether `Progress` is wanted. It looks at all runs, so a playing of a whole
     batch, whose staleness nobody asks for, goes without."""
 
     playing: int
-    requests: Sequence[RunRequest]
+    requests: bytes
     max_call_length: int
     paused_seconds: float
     reports_progress: bool
 
 
-@dataclass(frozen=True)
-class Stop:
+class Stop(msgspec.Struct, tag=True):
     """End these runs; `Stopped` answers when their agents have ended."""
 
     playing: int
 
 
-@dataclass(frozen=True)
-class Generated:
+class Generated(msgspec.Struct, tag=True):
     """The answer to a `Generate`."""
 
     call: int
     generation: Generation
 
 
-@dataclass(frozen=True)
-class NotGenerated:
+class NotGenerated(msgspec.Struct, tag=True):
     """No engine could serve a `Generate`, or another error if not `is_engine_error`."""
 
     call: int
@@ -74,16 +68,17 @@ class NotGenerated:
     reason: str
 
 
-@dataclass(frozen=True)
-class Paused:
+class Paused(msgspec.Struct, tag=True):
     """seconds: `Generator.paused_seconds`, by playing, where they have changed."""
 
-    seconds: Mapping[int, float]
+    seconds: dict[int, float]
 
 
-@dataclass(frozen=True)
-class Close:
+class Close(msgspec.Struct, tag=True):
     """End all runs, and the process."""
+
+
+TrainerMessage: TypeAlias = Start | Play | Stop | Generated | NotGenerated | Paused | Close
 
 
 # Of the process that hosts the agents.
@@ -159,14 +154,19 @@ HostMessage: TypeAlias = (
 )
 
 
-def encode(message: HostMessage) -> bytes:
-    """A message of the process that hosts the agents."""
+def encode(message: TrainerMessage | HostMessage) -> bytes:
+    """The content of a frame."""
     return msgspec.msgpack.encode(message, enc_hook=_as_plain)
 
 
-def decode(message: bytes) -> HostMessage:
-    """The message of `encode`."""
-    return _DECODER.decode(message)
+def decode(frame: bytes) -> HostMessage:
+    """The message of a frame from the process that hosts the agents."""
+    return _OF_HOST.decode(frame)
+
+
+def decode_trainers(frame: bytes) -> TrainerMessage:
+    """The message of a frame from the trainer."""
+    return _OF_TRAINER.decode(frame)
 
 
 def _as_plain(value: object) -> object:
@@ -174,7 +174,7 @@ def _as_plain(value: object) -> object:
         return {"dtype": value.dtype.str, "shape": value.shape, "data": value.tobytes()}
     if isinstance(value, np.generic):
         return value.item()
-    raise TypeError(f"a {type(value).__name__} can't be sent to the trainer")
+    raise TypeError(f"a {type(value).__name__} can't be sent between trainer and agents")
 
 
 def _restored(expected: type, plain: Any) -> object:
@@ -184,7 +184,8 @@ def _restored(expected: type, plain: Any) -> object:
     return values.reshape(plain["shape"]).copy()
 
 
-_DECODER = msgspec.msgpack.Decoder(HostMessage, dec_hook=_restored)
+_OF_HOST = msgspec.msgpack.Decoder(HostMessage, dec_hook=_restored)
+_OF_TRAINER = msgspec.msgpack.Decoder(TrainerMessage, dec_hook=_restored)
 
 
 class Frames(asyncio.Protocol):
@@ -229,9 +230,9 @@ class Frames(asyncio.Protocol):
             self._transport.close()
 
 
-def send_frame(connection: socket.socket, message: object) -> None:
+def send_frame(connection: socket.socket, message: TrainerMessage) -> None:
     """Send a message of the trainer without an event loop. Raises OSError."""
-    frame = pickle.dumps(message)
+    frame = encode(message)
     connection.sendall(len(frame).to_bytes(_SIZE_BYTES) + frame)
 
 

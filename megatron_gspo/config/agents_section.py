@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from annotated_types import Ge, Gt
+from annotated_types import Ge, Gt, Le
 
 from megatron_gspo.config.paths import UserPath
 
@@ -27,6 +27,9 @@ class AgentsConfig:
     """Further environment variables of the agent (docs/agents.md)."""
     concurrent_runs: Annotated[int, Ge(1)] = 64
     """Agents that a rank runs at the same time."""
+    nice: Annotated[int, Ge(0), Le(19)] = 10
+    """Added to the niceness of the endpoint's process, of the agents that it starts and of their
+    verifier: the training step goes before them."""
     run_timeout: Annotated[float, Gt(0)] = 1800.0
     """Seconds after which an agent is ended with all its processes, and a runner loses its run."""
     lease: Annotated[float, Gt(0)] = 60.0

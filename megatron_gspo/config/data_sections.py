@@ -116,7 +116,7 @@ class DataConfig:
     verifier_failure_reward: float | None = None
     """Reward where verification failed; null excludes the response."""
     verifier_workers: Annotated[int, Ge(1)] = 1
-    """Verifier processes per rank."""
+    """Verifier processes per rank, at most."""
     code: CodeConfig = field(default_factory=CodeConfig)
     """Options of the verifier `code`; see docs/code_rewards.md."""
     shuffle: bool = True

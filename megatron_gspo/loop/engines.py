@@ -184,6 +184,7 @@ def agent_process(config: Config, shape: ModelShape, tokenizer: Any) -> AgentPro
             ),
             concurrent_runs=agents.concurrent_runs,
             listen=agents.listen,
+            nice=agents.nice,
             verifier=None if config.data.verifier is None else scorer_maker(config.data),
         )
     )

@@ -85,6 +85,8 @@ class VerifierRewards:
             scorers = balanced_scorers(holders, group_size(group))
             if self.scorer.needs_whole_batch:
                 scorers = np.zeros_like(holders)
+                if group_rank(group) != 0:
+                    self.scorer.release()
             texts = _sent(
                 {i: sample.text for i, sample in batch.held.items()}, holders, scorers, group
             )

@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import hashlib
 import json
-import random
 import sqlite3
 import time
 from collections.abc import Mapping, Sequence
@@ -25,12 +24,13 @@ from megatron_gspo.config.key_files import read_key
 from megatron_gspo.config.server_urls import check_url
 from megatron_gspo.errors import first_line
 from megatron_gspo.paths import expand_path
+from megatron_gspo.servers.backoff import Backoff
 from megatron_gspo.servers.http_client import JsonObject, ServerClient, ServerError, open_session
 
 Answer = TypeVar("Answer", bound=BaseModel)
 
 BACKOFF_SECONDS = 0.5  # after the first failure of a server; doubled after each further one
-MAX_BACKOFF_SECONDS = 30.0
+_MAX_BACKOFF_SECONDS = 30.0
 # A server that says so has not tried: the request may be right, and another time it is answered.
 _BUSY_STATUS = (429, 502, 503, 504)
 
@@ -62,16 +62,15 @@ class _Server:
         self._failures = 0  # in a row
         self._failed_at = 0.0
 
-    def record_failure(self, began: float, backoff: float) -> None:
+    def record_failure(self, began: float, backoff: Backoff) -> None:
         """A request that was sent at `began` failed. Those that were in flight together count as
         one.
         """
         if began < self._failed_at:
             return
-        seconds = min(backoff * 2**self._failures, MAX_BACKOFF_SECONDS)
         self._failures += 1
         self._failed_at = time.monotonic()
-        self.retry_at = self._failed_at + seconds * random.uniform(0.5, 1.0)
+        self.retry_at = self._failed_at + backoff.seconds(self._failures)
 
     def record_answer(self) -> None:
         """It works."""
@@ -134,7 +133,7 @@ class JudgeServers:
         self._request_timeout = request_timeout
         self._attempts = attempts
         self._time_limit = time_limit
-        self._backoff = backoff
+        self._backoff = Backoff(backoff, _MAX_BACKOFF_SECONDS)
         self._answers = _AnswerCache(":memory:" if cache is None else expand_path(cache))
 
     async def ask(self, requests: Sequence[JudgeRequest[Answer]]) -> list[Answer | JudgeError]:

@@ -181,6 +181,11 @@ class RewardScorer:
             watcher.join()
         return replies
 
+    def release(self) -> None:
+        """End the worker processes until there are responses to score again."""
+        if self._pool is not None:
+            self._pool.release()
+
     def close(self) -> None:
         """End the worker processes.
 

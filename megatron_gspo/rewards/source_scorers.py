@@ -42,6 +42,11 @@ class SourceScorers:
             scored.append(scorer.score_texts([requests[i] for i in chosen]))
         return _in_order(scored, np.argsort(order))
 
+    def release(self) -> None:
+        """See `RewardScorer.release`."""
+        for scorer in self._distinct:
+            scorer.release()
+
     def close(self) -> None:
         """End the worker processes."""
         for scorer in self._distinct:

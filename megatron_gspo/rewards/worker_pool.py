@@ -133,12 +133,14 @@ class RewardPool:
         start_timeout: float = 120.0,
         served: Served | None = None,
     ):
-        """Start the workers and wait until the verifier is loaded.
+        """Start a worker and wait until it has loaded the verifier. Others start with the first
+        requests that keep them busy.
 
         Raises VerifierError (or `served.refusal`) in one line if it can't be loaded.
 
         Args:
             timeout: seconds per response.
+            workers: how many there are at most.
             start_timeout: seconds to start a worker and load the verifier.
             served: what the workers run; default a verifier.
         """
@@ -159,8 +161,9 @@ class RewardPool:
             self, _stop_all, self._workers, self._output, os.getpid()
         )
         self._last_failure = "no reward worker could be started"
-        for _ in range(workers):
-            self._workers.append(self._start())
+        self._max_workers = workers
+        self._num_wanted = 0
+        self._want(1)
         self._await_first()
 
     @property
@@ -175,6 +178,7 @@ class RewardPool:
         for worker in list(self._workers):
             if worker.task is not None:  # of an interrupted run
                 self._replace(worker)
+        self._want(len(requests))
         replies: list[Reply | None] = [None] * len(requests)
         waiting = deque(range(len(requests)))
         next_notice = 0.0
@@ -187,12 +191,27 @@ class RewardPool:
         lost = Reply("error", message=self._last_failure)
         return [lost if reply is None else reply for reply in replies]
 
+    def release(self) -> None:
+        """End the workers until there are requests again."""
+        _end_workers(self._workers)
+        self._num_wanted = 0
+
     def close(self) -> None:
         """Kill and reap the workers.
 
         Also done when the pool is garbage-collected and at interpreter exit.
         """
         self._finalizer()
+
+    def _want(self, count: int) -> None:
+        """Start workers for so many requests at a time; one that could not be replaced is not
+        started again."""
+        while self._num_wanted < min(count, self._max_workers):
+            self._num_wanted += 1
+            try:
+                self._workers.append(self._start())
+            except OSError as error:  # out of memory or processes: continue with the others
+                self._last_failure = f"no reward worker could be started: {error}"
 
     def _start(self, failed_starts: int = 0) -> _Worker:
         connection, worker_connection = Pipe()
@@ -360,9 +379,13 @@ def _kill(worker: _Worker) -> None:
 def _stop_all(workers: list[_Worker], output: _Output, owner: int) -> None:
     if os.getpid() != owner:  # a fork of the training process
         return
+    _end_workers(workers)
+    output.close()
+
+
+def _end_workers(workers: list[_Worker]) -> None:
     for worker in workers:
         worker.process.terminate()
     for worker in workers:
         _kill(worker)
     workers.clear()
-    output.close()

@@ -88,7 +88,7 @@ async def test_it_plays_as_a_host_in_this_process(tmp_path: Path) -> None:
         request(1, steps="exit=3"),
     ]
     expected = await played(PROGRAM, *requests, generator=scripted())
-    async with hosting() as process:
+    async with hosting(nice=2) as process:
         [_, child, *_] = processes_of(process)
         libraries = Path(f"/proc/{child.pid}/maps").read_text()
         assert "libtorch" not in libraries and "libcuda" not in libraries
@@ -100,6 +100,8 @@ async def test_it_plays_as_a_host_in_this_process(tmp_path: Path) -> None:
         ask = request(7, steps=f"daemon={daemon} call")
         waiting = asyncio.ensure_future(process.samples([ask], unwanted, 40, opened=opened))
         pid = await until_written(daemon)
+        nice = min(psutil.Process().nice() + 2, 19)
+        assert child.nice() == psutil.Process(pid).nice() == nice
 
         opened_here: list[OpenRun] = []
         generator = scripted()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch.distributed as dist
@@ -132,6 +134,25 @@ def test_a_verifier_of_a_batch_gets_all_responses_on_one_rank():
     np.testing.assert_equal(second[0], first[0])
     assert first[1] == [["0", "1", "2", "3", "4"]] and second[1] == []
     assert first[2][4][FAILURE].startswith("invalid: the verifier returned") and not second[2][1]
+
+
+def workers_on_ranks(rank: int, world: int) -> tuple[list[float], int]:
+    """Rewards of a batch whose verifier needs all of it, and how many workers are left."""
+    example = Path(__file__).parents[2] / "examples" / "own_code" / "batch_reward.py"
+    with RewardScorer(f"{example}:brief_answers", timeout=60, workers=2) as scorer:
+        batch = SampleBatch.gathered(
+            [make_sample(1, 2, seed=rank, text="4")], [rank], dist.group.WORLD
+        )
+        rewards = VerifierRewards(SourceScorers({"": scorer}), "own")
+        scored, _ = rewards(batch, [make_prompt(i, answer="4") for i in range(2)], Timers())
+        assert scorer._pool is not None
+        return scored.table["reward"].tolist(), len(scorer._pool.process_ids)
+
+
+def test_only_the_rank_that_scores_a_batch_has_a_worker():
+    first, second = run_distributed(workers_on_ranks, 2)
+    assert np.isfinite(first[0]).all() and first[0] == second[0]
+    assert (first[1], second[1]) == (1, 0)
 
 
 @pytest.mark.parametrize(

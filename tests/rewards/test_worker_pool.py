@@ -90,6 +90,19 @@ def test_workers_are_reused_replaced_when_dead_and_reaped(verifier):
         run(scorer, ["4"])
 
 
+def test_workers_start_with_the_requests_that_need_them(verifier):
+    with RewardScorer(verifier, timeout=60, workers=3) as scorer:
+        pool = scorer._pool
+        assert len(pool.process_ids) == 1
+        assert run(scorer, ["4", "4"]).statuses == ("ok", "ok")
+        assert len(pool.process_ids) == 2
+        released = pool.process_ids
+        scorer.release()
+        assert pool.process_ids == [] and not any(alive(pid) for pid in released)
+        assert run(scorer, ["4"] * 5).statuses == ("ok",) * 5
+        assert len(pool.process_ids) == 3
+
+
 def test_collecting_the_scorer_ends_its_workers(verifier):
     scorer = RewardScorer(verifier, timeout=60)
     pids = scorer._pool.process_ids
@@ -103,7 +116,7 @@ import sys, threading, time
 from megatron_gspo.rewards.worker_pool import RewardPool
 from tests.support.samples import make_prompt
 pool = RewardPool(sys.argv[1], timeout=2.0, workers=2)
-threading.Thread(target=pool.run, args=([(sys.argv[2], make_prompt())],), daemon=True).start()
+threading.Thread(target=pool.run, args=([(sys.argv[2], make_prompt())] * 2,), daemon=True).start()
 time.sleep(0.3)
 print(*pool.process_ids, flush=True)
 time.sleep(float(sys.argv[3]))

@@ -115,4 +115,11 @@ REWARDS = (
             "tests/rewards/test_reward_model.py::test_the_score_is_that_of_the_conversation_alone"
         ),
     ),
+    SeededBug(
+        name="every rank keeps a worker for a verifier that one rank calls",
+        file="megatron_gspo/loop/reward_scoring.py",
+        before="self.scorer.release()",
+        after="pass",
+        test="tests/loop/test_reward_scoring.py::test_only_the_rank_that_scores_a_batch_has_a_worker",
+    ),
 )

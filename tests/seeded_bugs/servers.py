@@ -96,4 +96,11 @@ SERVERS = (
         after="super().__init__(endpoints)",
         test="tests/weight_transport/test_weight_update.py::test_every_transport_to_vllm_is_told_of_checksums",
     ),
+    SeededBug(
+        name="a server that was down for hours is asked without a wait",
+        file="megatron_gspo/servers/backoff.py",
+        before="doubled = math.inf",
+        after="doubled = 0.0",
+        test="tests/servers/test_backoff.py::test_waits_double_up_to_the_longest",
+    ),
 )

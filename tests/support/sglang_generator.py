@@ -17,6 +17,7 @@ from megatron_gspo.data.sample import Prompt
 from megatron_gspo.rollout.server_engine import response_generator
 from megatron_gspo.rollout.server_engine.rollout_client import RolloutClient
 from megatron_gspo.rollout.sglang.sglang_api import SGLangAPI
+from megatron_gspo.servers.backoff import Backoff
 from tests.servers.web_server import WebServer
 from tests.support.served_models import served_model
 from tests.support.sglang_responses import answer
@@ -159,4 +160,4 @@ class Setup:
 
 def without_pauses(monkeypatch: Any) -> None:
     """Repeat failed requests at once."""
-    monkeypatch.setattr(response_generator, "_BACKOFF_SECONDS", 0.0)
+    monkeypatch.setattr(response_generator, "_BACKOFF", Backoff(0.0))

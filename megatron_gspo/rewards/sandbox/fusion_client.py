@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import http.client
 import json
-import random
 import time
 import urllib.error
 import urllib.request
@@ -15,6 +14,7 @@ from megatron_gspo.errors import first_line
 from megatron_gspo.rewards.sandbox.circuit_breaker import CircuitBreaker
 from megatron_gspo.rewards.sandbox.command import Ending, Outcome, SandboxError
 from megatron_gspo.rewards.sandbox.sandboxes import COMPILATION, Program
+from megatron_gspo.servers.backoff import Backoff
 
 RETRIES = 4
 BACKOFF_SECONDS = 0.5  # before the first retry; doubled before each further one
@@ -35,7 +35,7 @@ class FusionSandbox:
         assert config.sandbox_url is not None
         self._url = check_url(config.sandbox_url) + "/run_code"
         self._config = config
-        self._backoff = backoff
+        self._backoff = Backoff(backoff)
         self._answer_bytes = 4 * config.output_mib * 2**20
         self._breaker = CircuitBreaker(BREAKER_FAILURES, BREAKER_SECONDS)
         self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), _NoRedirects)
@@ -75,7 +75,7 @@ class FusionSandbox:
     def _ask(self, body: bytes) -> Outcome:
         for attempt in range(RETRIES + 1):
             if attempt:
-                time.sleep(self._backoff * 2 ** (attempt - 1) * random.uniform(0.5, 1.0))
+                time.sleep(self._backoff.seconds(attempt))
             try:
                 return self._outcome(self._post(body))
             except urllib.error.HTTPError as error:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import random
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -28,11 +27,11 @@ from megatron_gspo.rollout.server_engine.server_api import (
     ServerAPI,
 )
 from megatron_gspo.rollout.server_engine.server_pool import PooledServer, ServerPool
+from megatron_gspo.servers.backoff import Backoff
 from megatron_gspo.servers.http_client import EventLoop, ServerClient, ServerError
 
 _MIN_PREFILL_TOKENS = 64  # shorter prompts are not prefilled before the samples of their group
-_BACKOFF_SECONDS = 0.25  # before a request is repeated, doubling
-_MAX_BACKOFF_SECONDS = 15.0
+_BACKOFF = Backoff(0.5, longest=15.0)
 _INTERRUPTED_SECONDS = 0.02  # before a request that was interrupted without a token is repeated
 _ABORT_SECONDS = 30.0  # servers may take to return what they have generated
 
@@ -123,8 +122,7 @@ class ResponseGenerator:
                     f"{response.name}: given up after {failures} tries in {spent:.0f} s; the last:"
                     f" {fault}"
                 )
-            backoff = min(_BACKOFF_SECONDS * 2**failures, _MAX_BACKOFF_SECONDS)
-            await asyncio.sleep(backoff * random.uniform(0.5, 1.0))
+            await asyncio.sleep(_BACKOFF.seconds(failures))
 
     async def prefill(self, tokens: list[int]) -> PooledServer | None:
         """Compute a prompt once, before the samples of its group; returns the server that has

@@ -14,11 +14,11 @@ from megatron_gspo.rollout.server_engine.server_api import (
     ServedModel,
     ServerAPI,
 )
+from megatron_gspo.servers.backoff import Backoff
 from megatron_gspo.servers.http_client import EventLoop, ServerClient, ServerError, open_session
 from megatron_gspo.servers.server_launch import read_api_key
 
-_FIRST_PAUSE = 0.2  # seconds before a request is repeated; then twice as long each time
-_LONGEST_PAUSE = 5.0
+_BACKOFF = Backoff(0.2, longest=5.0)
 
 
 class ScoringClient:
@@ -67,7 +67,6 @@ class ScoringClient:
         self._loop.close()
 
     async def _score(self, number: int, tokens: list[int]) -> np.ndarray:
-        pause = _FIRST_PAUSE
         for attempt in range(self._config.retries + 1):
             server = self._servers[(number + attempt) % len(self._servers)]
             try:
@@ -77,8 +76,7 @@ class ScoringClient:
                 is_final = isinstance(error, ServerError) and not error.retry
                 if is_final or attempt == self._config.retries:
                     raise
-            await asyncio.sleep(pause)
-            pause = min(2 * pause, _LONGEST_PAUSE)
+            await asyncio.sleep(_BACKOFF.seconds(attempt + 1))
         raise AssertionError("unreachable")
 
     async def _score_at(self, server: ServerClient, tokens: list[int]) -> np.ndarray:

@@ -26,6 +26,7 @@ from megatron_gspo.rollout.server_engine.server_pool import ServerState
 from megatron_gspo.rollout.server_source import ServerSource
 from megatron_gspo.rollout.sglang.sglang_api import SGLangAPI
 from megatron_gspo.rollout.weight_sync import WeightSync
+from megatron_gspo.servers.backoff import Backoff
 from megatron_gspo.weight_transport.weight_update import make_transport
 from tests.support.distributed import run_distributed
 from tests.support.random_samples import all_samples
@@ -111,7 +112,7 @@ def on_rank(
     num_servers: int,
     settings: Any,
 ) -> Any:
-    response_generator._BACKOFF_SECONDS = 0.0
+    response_generator._BACKOFF = Backoff(0.0)
     with ExitStack() as stack:
         servers = [stack.enter_context(Generator()) for _ in range(num_servers * (number == 0))]
         rank = Rank(folder, clients, servers, settings)
