@@ -84,6 +84,7 @@ PATCHES = (
         "upstream multiplies by torch",
         lambda s: not s.apex,
         present=("megatron.core.tensor_parallel.layers:fused_weight_gradient_mlp_cuda",),
+        is_issue=False,
     ),
     KnownIssue(
         "`te_general_gemm.py`",

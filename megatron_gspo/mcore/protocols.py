@@ -26,6 +26,9 @@ class WrappedOptimizer(Protocol):
 
     config: OptimizerConfig
 
+    _copy_main_params_to_model_params: Callable[[], None]
+    """Called after each step of ``optimizer``."""
+
     def prepare_grads(self) -> bool:
         """Give the main weights their gradients; whether one is not finite."""
 
