@@ -36,13 +36,16 @@ class KernelAdam(torch.optim.AdamW):
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
         """As torch's; all parameters have made the same number of steps."""
         for group in self.param_groups:
-            by_role: tuple[list[Tensor], ...] = ([], [], [], [])  # main, gradients, moments
+            main: list[Tensor] = []
+            grads: list[Tensor] = []
+            means: list[Tensor] = []
+            squares: list[Tensor] = []
             steps: list[Tensor] = []
-            self._init_group(group, *by_role, [], steps)
+            self._init_group(group, main, grads, means, squares, [], steps)
             if not steps:
                 continue
             torch._foreach_add_(steps, 1.0)
-            entries = list(zip(*by_role, strict=True))
+            entries = list(zip(main, grads, means, squares, strict=True))
             copied = [entry for entry in entries if id(entry[0]) in self.weights]
             others = [entry for entry in entries if id(entry[0]) not in self.weights]
             for chosen in (copied, others):
