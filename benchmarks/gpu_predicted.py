@@ -118,7 +118,12 @@ def shared_layer(gpus: int, has_varlen: bool) -> str:
 
 
 _HEAD = "megatron_gspo/parallel/"
-_OPTIMIZER = ("megatron/core/optimizer/", "patches/gradient_norm.py", "param_and_grad_buffer.py")
+_OPTIMIZER = (
+    "megatron/core/optimizer/",
+    "mcore/adam.py",
+    "patches/gradient_norm.py",
+    "param_and_grad_buffer.py",
+)
 
 
 def part_of(op: Any) -> str:

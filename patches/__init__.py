@@ -17,6 +17,7 @@ def apply_patches() -> None:
     upstream's shape is unknown.
     """
     from megatron_gspo.patches import (
+        gradient_accumulation,
         gradient_norm,
         megatron_on_cpu,
         moe_retained_activations,
@@ -32,5 +33,6 @@ def apply_patches() -> None:
         moe_uneven_collectives,
         moe_retained_activations,
         gradient_norm,
+        gradient_accumulation,
     ):
         patch.apply()

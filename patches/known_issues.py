@@ -75,6 +75,18 @@ PATCHES = (
         ),
     ),
     KnownIssue(
+        "`gradient_accumulation.py`",
+        "megatron-core 0.16.1 - 0.19.2 without Apex",
+        "`gradient_accumulation_fusion` is refused without Apex's kernel, also where only the output"
+        " layer is not Transformer Engine's",
+        "[`ColumnParallelLinear`](mcore:tensor_parallel/layers.py#L924)",
+        "`tests/mcore/test_megatron_options.py::test_options_that_change_how_and_not_what_is_computed`",
+        "upstream multiplies by torch",
+        lambda s: not s.apex,
+        present=("megatron.core.tensor_parallel.layers:fused_weight_gradient_mlp_cuda",),
+        is_issue=False,
+    ),
+    KnownIssue(
         "`te_general_gemm.py`",
         "megatron-core 0.16.1 without Transformer Engine",
         "a name is imported inside a `try` and used outside of it: `NameError` in the router's"

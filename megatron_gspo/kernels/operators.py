@@ -4,6 +4,7 @@ The files of the kernels are imported by the first call, which needs a GPU and T
 implementation is enough for a rehearsal.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -157,6 +158,60 @@ def add_embedding_gradient(
 
 @add_embedding_gradient.register_fake
 def _(total: Tensor, rows: Tensor, sorted_ids: Tensor, order: Tensor, ends: Tensor) -> None:
+    pass
+
+
+@torch.library.custom_op(
+    "megatron_gspo::adam_step", mutates_args={"main", "means", "squares", "weights"}
+)
+def adam_step(
+    main: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    means: Sequence[Tensor],
+    squares: Sequence[Tensor],
+    weights: Sequence[Tensor],
+    clip: float,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    step: float,
+) -> None:
+    """A step of Adam for ``main``, its moments and bfloat16 ``weights``: see ``adam.py``."""
+    from megatron_gspo.kernels import adam
+
+    adam.adam_step(
+        main,
+        grads,
+        means,
+        squares,
+        weights,
+        clip=clip,
+        lr=lr,
+        beta1=beta1,
+        beta2=beta2,
+        eps=eps,
+        weight_decay=weight_decay,
+        step=step,
+    )
+
+
+@adam_step.register_fake
+def _(
+    main: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    means: Sequence[Tensor],
+    squares: Sequence[Tensor],
+    weights: Sequence[Tensor],
+    clip: float,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    step: float,
+) -> None:
     pass
 
 

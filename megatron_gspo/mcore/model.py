@@ -115,7 +115,8 @@ def _layers(shape: ModelShape, engine: bool) -> dict[str, object]:
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
         apply_rope_fusion=engine,
-        gradient_accumulation_fusion=False,
+        # adds without a rounding, and Transformer Engine without a kernel for each expert
+        gradient_accumulation_fusion=engine,
     )
 
 

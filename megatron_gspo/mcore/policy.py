@@ -24,6 +24,7 @@ from megatron_gspo.config import (
     ParallelConfig,
     RoutingConfig,
 )
+from megatron_gspo.mcore.adam import adam_kernel_applies, use_adam_kernel
 from megatron_gspo.mcore.checkpoint.initial_weights import load_megatron_weights
 from megatron_gspo.mcore.forward_step import unwrap
 from megatron_gspo.mcore.hf_weights import export_layers, export_weights, load_weights
@@ -236,10 +237,12 @@ def build_policy(
             chunk.broadcast_params()
     _connect(config, wrapped, parallel)
     built = get_megatron_optimizer(optimizer_config(optimizer, model, parallel, options), wrapped)
-    if optimizer.function is None:
-        _fuse(built)
-    else:
+    if optimizer.function is not None:
         use_user_optimizer(built, optimizer)
+    elif adam_kernel_applies(built):
+        use_adam_kernel(built, optimizer.clip_grad)
+    else:
+        _fuse(built)
     _check_gradient_norm(built)
     config.grad_scale_func = built.scale_loss
     schedule = _schedule(built, optimizer, total_steps)

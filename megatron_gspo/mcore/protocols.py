@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
+from megatron.core.optimizer import OptimizerConfig
 from torch import Tensor
 
 ShardOffsets = tuple[tuple[int, int, int], ...]
@@ -22,6 +23,11 @@ class WrappedOptimizer(Protocol):
 
     optimizer: torch.optim.Optimizer | None
     """None where this rank has no parameter of it."""
+
+    config: OptimizerConfig
+
+    _copy_main_params_to_model_params: Callable[[], None]
+    """Called after each step of ``optimizer``."""
 
     def prepare_grads(self) -> bool:
         """Give the main weights their gradients; whether one is not finite."""

@@ -9,6 +9,7 @@ element in bfloat16. A backward pass that has added to ``main_grad`` sets
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 
@@ -38,3 +39,13 @@ def placeholder(weight: Tensor) -> Tensor | None:
     """
     setattr(weight, "grad_added_to_main_grad", True)  # noqa: B010
     return None if getattr(weight, "zero_out_wgrad", False) else weight.detach()
+
+
+def add_product(total: Tensor, a: Tensor, b: Tensor, *, first: bool = False) -> None:
+    """total += a @ b, summed in total's dtype. ``first``: total is overwritten."""
+    if b.dtype == total.dtype:
+        total.addmm_(a, b, beta=0 if first else 1)
+    elif first:
+        torch.mm(a, b, out_dtype=total.dtype, out=total)
+    else:
+        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)

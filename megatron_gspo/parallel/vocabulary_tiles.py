@@ -13,6 +13,7 @@ from torch import Tensor
 
 from megatron_gspo.kernels import row_kernels_apply
 from megatron_gspo.kernels.operators import logit_gradient, logit_statistics
+from megatron_gspo.parallel.main_gradients import add_product
 
 TILE = {"cpu": (1024, 384), "cuda": (8192, 8192)}
 """Preferred (tokens, vocabulary) of a tile: one that fits in a CPU core's cache, one that fills a
@@ -223,9 +224,9 @@ def local_gradients(
                 grad_logits = grad_logits.to(hidden.dtype)
             if grad_rows is not None:
                 is_first = total is None and t0 == 0
-                _add_product(grad_rows, grad_logits.t(), chunk_hidden, first=is_first)
+                add_product(grad_rows, grad_logits.t(), chunk_hidden, first=is_first)
             if chunk_grad is not None:
-                _add_product(chunk_grad, grad_logits, rows)
+                add_product(chunk_grad, grad_logits, rows)
         if (
             grad_weight is not None
             and grad_rows is not None
@@ -298,16 +299,6 @@ def _logits(hidden: Tensor, columns: Tensor, scale: float, out: Tensor) -> None:
         torch.mm(hidden, columns, out_dtype=out.dtype, out=out)
         if scale != 1.0:
             out.mul_(scale)
-
-
-def _add_product(total: Tensor, a: Tensor, b: Tensor, *, first: bool = False) -> None:
-    """total += a @ b, summed in total's dtype. ``first``: total is overwritten."""
-    if b.dtype == total.dtype:
-        total.addmm_(a, b, beta=0 if first else 1)
-    elif first:
-        torch.mm(a, b, out_dtype=total.dtype, out=total)
-    else:
-        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
 
 
 @dataclass(frozen=True)

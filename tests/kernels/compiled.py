@@ -19,6 +19,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from megatron_gspo.kernels import (
+    adam,
     embedding_gradient,
     expert_gradients,
     gated_unit,
@@ -67,7 +68,35 @@ _HEADS_CONSTANTS = {
     "WITH_NORMS": 1,
     "ROWS": rotated_heads.ROWS,
 }
+_ADAM = {
+    "table_pointer": "*i64",
+    "tensor_pointer": "*i32",
+    "count": "i32",
+    **dict.fromkeys(
+        (
+            "clip",
+            "kept",
+            "gradient_share",
+            "beta2",
+            "square_share",
+            "correction",
+            "eps",
+            "step_size",
+        ),
+        "fp32",
+    ),
+}
 BUILDS = {
+    "adam_step": Build(
+        adam.adam_kernel,
+        _ADAM,
+        {
+            "WITH_WEIGHTS": 1,
+            "WIDTH": adam.WIDE,
+            "ALIGNMENT": adam.BYTES,
+            "COLUMNS": adam.COLUMNS,
+        },
+    ),
     "rotated_heads": Build(
         rotated_heads.rotated_heads_kernel,
         {

@@ -11,7 +11,7 @@ import torch
 
 from megatron_gspo.algorithms import preset
 from megatron_gspo.data.training_batch import TrainingBatch
-from megatron_gspo.mcore import embedding, gated_units, rotated_attention
+from megatron_gspo.mcore import embedding, gated_units, rotated_attention, token_copies
 from megatron_gspo.mcore.forward_step import unwrap
 from megatron_gspo.mcore.policy import Policy, build_policy
 from megatron_gspo.mcore.train_step import forward_backward, pack_mini_batch
@@ -27,6 +27,7 @@ OPERATORS = {
     embedding: ("add_embedding_gradient",),
     gated_units: ("scaled_gated_unit", "scaled_gated_unit_backward"),
     rotated_attention: ("rotated_heads",),
+    token_copies: ("copy_rows", "sum_rows"),
     vocabulary_tiles: ("logit_gradient", "logit_statistics"),
 }
 
@@ -67,14 +68,30 @@ def differences(
 
 @pytest.mark.parametrize(
     "kind, sizes",
-    [("moe", {}), ("moe", {"tensor": 2, "expert": 2}), ("shared", {}), ("next", {})],
-    ids=["alone", "divided", "biases and no norms", "gates"],
+    [
+        ("moe", {}),
+        ("moe", {"tensor": 2, "expert": 2}),
+        ("shared", {}),
+        ("next", {}),
+        ("deepseek", {"expert": 2}),
+        ("gpt_oss", {"tensor": 2, "expert": 2}),
+        ("qwen35_moe", {"context": 2}),
+    ],
+    ids=[
+        "alone",
+        "divided",
+        "biases and no norms",
+        "gates",
+        "latent attention, divided",
+        "sinks and limits, divided",
+        "delta nets, divided",
+    ],
 )
 def test_gradients(tmp_path: Any, kind: str, sizes: dict[str, int]) -> None:
-    """Heads with gates are left out by the kernel."""
+    """Latent attention and heads with gates are left out by the kernel."""
     path = save_tiny_model(tmp_path / "model", **MODELS[kind])
     results = run_distributed(differences, max([1, *sizes.values()]), path, sizes)
     for errors, calls in results:
         assert max(errors.values()) < 1e-5, errors
-        left_out = {"rotated_heads"} if kind == "next" else set()
+        left_out = {"rotated_heads"} if kind in ("next", "deepseek", "qwen35_moe") else set()
         assert {name for name, count in calls.items() if not count} == left_out

@@ -37,7 +37,7 @@ _CLASSES = {
     "grouped product": "grouped_mm",
     "norm": "rms_norm rms_norm_backward fused_rms_norm fused_rms_norm_backward native_layer_norm"
     " native_layer_norm_backward",
-    "optimizer": "fused_adam fused_adamw fused_sgd",
+    "optimizer": "adam_step fused_adam fused_adamw fused_sgd",
     "gather, scatter": "index_select gather index take embedding embedding_dense_backward"
     " embedding_bag embedding_bag_forward_only embedding_bag_dense_backward index_add index_copy index_fill index_put"
     " index_put_impl scatter scatter_add scatter_reduce masked_select masked_scatter"
@@ -289,6 +289,13 @@ def _adam(
     return _bytes(read), _bytes(written) - _bytes(gradients)
 
 
+def _adam_with_copies(
+    args: Args, kwargs: Kwargs, read: Sequence[Tensor], written: Sequence[Tensor]
+) -> tuple[int, int]:
+    """The copies of the main weights are only written."""
+    return _bytes(read) - _bytes(args[4]), _bytes(written)
+
+
 _SIZES: dict[str, _Sizes] = {
     "index_select": _gathered,
     "gather": _gathered,
@@ -306,6 +313,7 @@ _SIZES: dict[str, _Sizes] = {
     "slice_backward": _padded,
     "select_backward": _padded,
     "constant_pad_nd": _padded,
+    "adam_step": _adam_with_copies,
     "fused_adam": _adam,
     "fused_adamw": _adam,
 }

@@ -151,6 +151,15 @@ def test_adam_writes_weights_and_moments_but_no_gradients() -> None:
     )
 
 
+def test_a_step_of_adam_moves_30_bytes_for_each_parameter() -> None:
+    """It reads and writes weight and moments, reads the gradient, and writes the copy."""
+    lists = [[torch.ones(10)] for _ in range(4)]
+    copies = [torch.ones(10, dtype=torch.bfloat16)]
+    numbers = [1.0, 0.1, 0.9, 0.9, 1e-8, 0.0, 1.0]
+    expected = OpCost("optimizer", 1, 4 * 40, 3 * 40 + 20)
+    assert cost_of(kernels.adam_step.default, (*lists, copies, *numbers), {}, None) == expected
+
+
 def test_a_custom_operation_is_one_kernel_over_its_tensors() -> None:
     """As one that launches a Triton kernel: nothing has to be declared."""
 
