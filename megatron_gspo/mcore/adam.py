@@ -53,7 +53,10 @@ class KernelAdam(torch.optim.AdamW):
                     self._step_with(chosen, group, steps[0].item())
 
     def _step_with(
-        self, entries: list[tuple[Tensor, ...]], group: dict[str, Any], step: float
+        self,
+        entries: list[tuple[Tensor, Tensor, Tensor, Tensor]],
+        group: dict[str, Any],
+        step: float,
     ) -> None:
         main, grads, means, squares = zip(*entries, strict=True)
         beta1, beta2 = group["betas"]
