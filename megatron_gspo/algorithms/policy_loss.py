@@ -90,7 +90,7 @@ def policy_loss(
 
     Raises:
         ValueError: an input is missing, has another shape, or is a half-precision log-prob; a count
-            below 1.
+            below 1; a centering without a gradient of log_probs where a response has one ratio.
     """
     extras = extras or LossExtras()
     tensors = {
@@ -225,6 +225,13 @@ def _check_tensors(objective: Objective, tensors: dict[str, Tensor | None]) -> N
             raise ValueError(
                 f"{key} = None with {coefficient} = {value!r}: give it, or set the coefficient to 0"
             )
+    is_centred_by_response = objective.sequence_level and tensors["centering"] is not None
+    has_gradient = torch.is_grad_enabled() and tensors["log_probs"].requires_grad
+    if is_centred_by_response and not has_gradient:
+        raise ValueError(
+            f"centering with {objective.name} needs the gradient of log_probs, which weighs it: give"
+            " log_probs with gradient, outside of torch.no_grad, or centering = None"
+        )
     given = {key: value for key, value in tensors.items() if value is not None}
     shape = given["log_probs"].shape
     for key, value in given.items():
