@@ -223,8 +223,16 @@ def model_config(sizes: Sizes) -> dict[str, Any]:
     return json.loads(MODEL.read_text()) | sizes.model
 
 
-def head(sizes: Sizes, shape: Any, device: torch.device, logit_bytes: int | None = None) -> Work:
-    """Log-probs of all positions and their gradients. logit_bytes: budget; None is the default."""
+def head(
+    sizes: Sizes,
+    shape: Any,
+    device: torch.device,
+    logit_bytes: int | None = None,
+    centred_by: int = 0,
+) -> Work:
+    """Log-probs of all positions and their gradients. logit_bytes: budget; None is the default.
+    centred_by: ids of a position whose log-probs centre its score."""
+    from megatron_gspo.algorithms import ScoreCentering, centering
     from megatron_gspo.parallel.log_probs import LogProbOptions, log_probs_from_hidden
 
     options = LogProbOptions(chunk_bytes=logit_bytes)
@@ -233,13 +241,19 @@ def head(sizes: Sizes, shape: Any, device: torch.device, logit_bytes: int | None
     weight = (
         torch.randn(shape.vocab_size, shape.hidden_size, device=device, dtype=torch.bfloat16) * 0.02
     )
-    labels = torch.randint(shape.vocab_size, (sizes.tokens,), device=device)
+    labels = torch.randint(shape.vocab_size, (sizes.tokens, 1 + centred_by), device=device)
+    of_engine = torch.full((sizes.tokens, centred_by), -5.0, device=device)
 
     def run() -> None:
         leaves = [tensor.detach().requires_grad_() for tensor in (hidden, weight)]
-        log_probs_from_hidden(*leaves, labels, options)[0].mean().backward()
+        log_probs, _ = log_probs_from_hidden(*leaves, labels, options)
+        loss = log_probs[:, 0]
+        if centred_by:
+            loss = loss + centering(ScoreCentering(), log_probs[:, 1:], of_engine)
+        loss.mean().backward()
 
-    return Work("head", "torch", sizes.tokens, 3 * head_flops(shape, sizes.tokens), run)
+    name = f"head, centred by {centred_by} ids" if centred_by else "head"
+    return Work(name, "torch", sizes.tokens, 3 * head_flops(shape, sizes.tokens), run)
 
 
 def layer(policy: Any, sizes: Sizes, implementation: str) -> Work:

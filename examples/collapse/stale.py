@@ -1,7 +1,7 @@
-"""Stale responses from the embedded engine: it keeps its weights for eight steps.
+"""Stale responses from the embedded engine: it keeps its weights for four steps.
 
-So its responses are up to seven steps old, as those of servers that generate while the trainer
-works. Evaluate at multiples of eight steps, where its weights are the policy's.
+So its responses are up to three steps old, as those of servers that generate while the trainer
+works. Evaluate at multiples of four steps, where its weights are the policy's.
 
 callbacks: [examples/collapse/stale.py:StaleResponses]
 """
@@ -12,11 +12,11 @@ from megatron_gspo.loop.callbacks import Callback
 from megatron_gspo.loop.setup import Components
 from megatron_gspo.rollout.group_source import Weights
 
-STEPS = 8
+STEPS = 4
 
 
 class StaleResponses(Callback):
-    """Withholds the weights from the engine, but for those of every eighth step."""
+    """Withholds the weights from the engine, but for those of every fourth step."""
 
     def start(self, run: Components, step: int) -> None:
         """See `Callback.start`."""
