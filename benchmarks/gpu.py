@@ -60,10 +60,12 @@ IMPLEMENTATIONS = ("torch", "transformer_engine")
 class Sizes:
     """``model``: changes to the model's config.json. A micro-batch has ``sequences`` of ``prompt``
     and ``response`` tokens. ``square``: of the matrix product. ``expert_parallel``: GPUs that share
-    the experts."""
+    the experts. ``centred_by``: ids of a position, with which the head's scores are centred in
+    another row; 0: there is none."""
 
     model: dict[str, Any]
     expert_parallel: int = 1
+    centred_by: int = 0
     sequences: int = 4
     prompt: int = 1024
     response: int = 3072
@@ -252,7 +254,7 @@ def head(
             loss = loss + centering(ScoreCentering(), log_probs[:, 1:], of_engine)
         loss.mean().backward()
 
-    name = f"head, centred by {centred_by} ids" if centred_by else "head"
+    name = "centred head" if centred_by else "head"
     return Work(name, "torch", sizes.tokens, 3 * head_flops(shape, sizes.tokens), run)
 
 
@@ -338,6 +340,8 @@ def works(sizes: Sizes) -> Iterator[Work]:
             _, shape = family_of(model_config(sizes))
             yield product(sizes, device)
             yield head(sizes, shape, device)
+            if sizes.centred_by:
+                yield head(sizes, shape, device, centred_by=sizes.centred_by)
             for implementation in IMPLEMENTATIONS:
                 if implementation == "transformer_engine" and not transformer_engine_available():
                     say("Transformer Engine is not installed: its rows are left out")

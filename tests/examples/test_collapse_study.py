@@ -1,5 +1,5 @@
-"""The study of perturbed routers in a whole run: its metrics, and a strength that a resumed run
-keeps.
+"""The studies' callbacks in whole runs: of perturbed routers its metrics, and a strength that a
+resumed run keeps; of stale responses their age.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import pytest
 
 from tests.fault_injection.bitwise_diff import first_difference
 from tests.fault_injection.process_harness import warm_up
-from tests.support.collapse_noise import STUDY, noise_section
+from tests.support.collapse_noise import COLLAPSE, STUDY, noise_section
 from tests.support.training_runs import base_config, tiny_model
 from tests.train.test_routing import run_here
 
@@ -48,3 +48,16 @@ def test_calibrated_noise_is_the_same_in_a_resumed_run(model, tmp_path):
     assert resumed[-1]["routing/noise_strength"] == rows[0]["routing/noise_strength"]
     assert "step 1" in log and "of the experts differ" not in log
     assert first_difference(tmp_path / "run", whole) == ""
+
+
+def test_stale_responses_are_up_to_three_steps_old(model, tmp_path):
+    config = base_config(
+        model,
+        tmp_path / "run",
+        training={"steps": 5},
+        evaluation={"at_start": False},
+        checkpoint={"export_hf": False},
+    )
+    config["callbacks"] = [f"{COLLAPSE}/stale.py:StaleResponses"]
+    rows, _ = run_here(config)
+    assert [row["staleness/max"] for row in rows] == [0, 1, 2, 3, 0]

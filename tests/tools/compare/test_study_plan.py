@@ -35,6 +35,20 @@ def test_the_collapse_example() -> None:
     assert start is not None and load_config(COLLAPSE / start.config).algorithm.is_supervised
 
 
+def test_the_study_of_score_centering() -> None:
+    """Each objective with and without it, with five seeds."""
+    comparison = load_comparison(COLLAPSE / "centering.yaml")
+    configs = [resolve(comparison, spec) for spec in planned_runs(comparison)]
+    assert len(configs) == 35
+    kinds = {
+        (config.algorithm.name, config.algorithm.rollout_is, config.algorithm.score_centering)
+        for config in configs
+        if config.routing.replay == "none"
+    }
+    pairs = {("grpo", "none"), ("grpo", "token"), ("gspo", "none")}
+    assert kinds == {(*pair, count) for pair in pairs for count in (0, 16)}
+
+
 @pytest.mark.parametrize(("suffix", "numbers"), [("", 16), ("_long", 52)])
 def test_the_prompts_of_the_study(suffix: str, numbers: int) -> None:
     """The answers are right, and no prompt is in both files."""
