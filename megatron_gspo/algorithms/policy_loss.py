@@ -180,6 +180,11 @@ def _centred(
     the token's score, by advantage, ratio and clip, multiplies the centering too.
     """
     if objective.sequence_level:
+        if not surrogate.requires_grad:
+            raise ValueError(
+                f"centering with {objective.name} needs the gradient of log_probs, which weighs it:"
+                " give log_probs with gradient, outside of torch.no_grad, or centering = None"
+            )
         (slopes,) = torch.autograd.grad(surrogate.sum(), log_probs, retain_graph=True)
         return slopes
     if extras.centering_advantages is None:
@@ -225,13 +230,6 @@ def _check_tensors(objective: Objective, tensors: dict[str, Tensor | None]) -> N
             raise ValueError(
                 f"{key} = None with {coefficient} = {value!r}: give it, or set the coefficient to 0"
             )
-    is_centred_by_response = objective.sequence_level and tensors["centering"] is not None
-    has_gradient = torch.is_grad_enabled() and tensors["log_probs"].requires_grad
-    if is_centred_by_response and not has_gradient:
-        raise ValueError(
-            f"centering with {objective.name} needs the gradient of log_probs, which weighs it: give"
-            " log_probs with gradient, outside of torch.no_grad, or centering = None"
-        )
     given = {key: value for key, value in tensors.items() if value is not None}
     shape = given["log_probs"].shape
     for key, value in given.items():

@@ -90,15 +90,16 @@ def synthetic_batch(
         routes = _routes(
             len(tokens) - 1, sizes, config.parallel.expert_model_parallel_size, imbalance
         )
-    fields: dict[str, np.ndarray] = {}
+    top_ids = top_log_probs = None
     if count := config.algorithm.score_centering:
-        fields["rollout_top_ids"] = np.tile(np.arange(count, dtype=np.int32), (response, 1))
-        fields["rollout_top_log_probs"] = np.full((response, count), -8.0, dtype=np.float32)
+        top_ids = np.tile(np.arange(count, dtype=np.int32), (response, 1))
+        top_log_probs = np.full((response, count), -8.0, dtype=np.float32)
+    support_ids = support_lengths = None
     if width := min(config.rollout.max_support, vocab_size):
         # Each has the token and those after it.
         ids = (tokens[prompt:, None] + np.arange(width)) % vocab_size
-        fields["support_ids"] = ids.astype(np.int32).ravel()
-        fields["support_lengths"] = np.full(response, width, dtype=np.int32)
+        support_ids = ids.astype(np.int32).ravel()
+        support_lengths = np.full(response, width, dtype=np.int32)
     sample = Sample(
         prompt_index=0,
         sample_index=0,
@@ -110,7 +111,10 @@ def synthetic_batch(
         reward=0.0,
         advantages=np.ones(response, dtype=np.float32),
         routed_experts=routes,
-        **fields,
+        rollout_top_ids=top_ids,
+        rollout_top_log_probs=top_log_probs,
+        support_ids=support_ids,
+        support_lengths=support_lengths,
     )
     alone = TrainingBatch.of([sample])
     if config.algorithm.score_centering:
