@@ -147,12 +147,16 @@ def test_scores_of_given_tokens(engine: ServerEngine, vllm_model: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("cut", [{"top_p": 0.7}, {"min_p": 0.3}], ids=["top_p", "min_p"])
+@pytest.mark.parametrize(
+    "cut",
+    [{"temperature": 0.4, "top_p": 0.7}, {"temperature": 0.8, "min_p": 0.3}],
+    ids=["top_p", "min_p"],
+)
 def test_the_ids_that_could_be_drawn(
     engine: ServerEngine, vllm_model: str, cut: dict[str, float]
 ) -> None:
     prompts = prompts_of([5, 70], VOCABULARY, seed=3)
-    sampling = SamplingParams(2, 12, temperature=0.4, top_k=8, max_support=8, **cut)
+    sampling = SamplingParams(2, 12, top_k=8, max_support=8, **cut)
     model = load_reference(vllm_model)
     generated = without_ties(model, engine.generate(prompts, sampling, seed=2))
     check_samples(generated, prompts, sampling)
