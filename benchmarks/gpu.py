@@ -60,10 +60,12 @@ IMPLEMENTATIONS = ("torch", "transformer_engine")
 class Sizes:
     """``model``: changes to the model's config.json. A micro-batch has ``sequences`` of ``prompt``
     and ``response`` tokens. ``square``: of the matrix product. ``expert_parallel``: GPUs that share
-    the experts."""
+    the experts. ``centred_by``: ids of a position, with which the head's scores are centred in
+    another row; 0: there is none."""
 
     model: dict[str, Any]
     expert_parallel: int = 1
+    centred_by: int = 0
     sequences: int = 4
     prompt: int = 1024
     response: int = 3072
@@ -223,8 +225,16 @@ def model_config(sizes: Sizes) -> dict[str, Any]:
     return json.loads(MODEL.read_text()) | sizes.model
 
 
-def head(sizes: Sizes, shape: Any, device: torch.device, logit_bytes: int | None = None) -> Work:
-    """Log-probs of all positions and their gradients. logit_bytes: budget; None is the default."""
+def head(
+    sizes: Sizes,
+    shape: Any,
+    device: torch.device,
+    logit_bytes: int | None = None,
+    centred_by: int = 0,
+) -> Work:
+    """Log-probs of all positions and their gradients. logit_bytes: budget; None is the default.
+    centred_by: ids of a position whose log-probs centre its score."""
+    from megatron_gspo.algorithms import ScoreCentering, centering
     from megatron_gspo.parallel.log_probs import LogProbOptions, log_probs_from_hidden
 
     options = LogProbOptions(chunk_bytes=logit_bytes)
@@ -233,13 +243,19 @@ def head(sizes: Sizes, shape: Any, device: torch.device, logit_bytes: int | None
     weight = (
         torch.randn(shape.vocab_size, shape.hidden_size, device=device, dtype=torch.bfloat16) * 0.02
     )
-    labels = torch.randint(shape.vocab_size, (sizes.tokens,), device=device)
+    labels = torch.randint(shape.vocab_size, (sizes.tokens, 1 + centred_by), device=device)
+    of_engine = torch.full((sizes.tokens, centred_by), -5.0, device=device)
 
     def run() -> None:
         leaves = [tensor.detach().requires_grad_() for tensor in (hidden, weight)]
-        log_probs_from_hidden(*leaves, labels, options)[0].mean().backward()
+        log_probs, _ = log_probs_from_hidden(*leaves, labels, options)
+        loss = log_probs[:, 0]
+        if centred_by:
+            loss = loss + centering(ScoreCentering(), log_probs[:, 1:], of_engine)
+        loss.mean().backward()
 
-    return Work("head", "torch", sizes.tokens, 3 * head_flops(shape, sizes.tokens), run)
+    name = "centred head" if centred_by else "head"
+    return Work(name, "torch", sizes.tokens, 3 * head_flops(shape, sizes.tokens), run)
 
 
 def layer(policy: Any, sizes: Sizes, implementation: str) -> Work:
@@ -324,6 +340,8 @@ def works(sizes: Sizes) -> Iterator[Work]:
             _, shape = family_of(model_config(sizes))
             yield product(sizes, device)
             yield head(sizes, shape, device)
+            if sizes.centred_by:
+                yield head(sizes, shape, device, centred_by=sizes.centred_by)
             for implementation in IMPLEMENTATIONS:
                 if implementation == "transformer_engine" and not transformer_engine_available():
                     say("Transformer Engine is not installed: its rows are left out")

@@ -9,6 +9,7 @@ rehearsed.
     python -m benchmarks.gpu_predicted            # for all of benchmarks/results/gpu, half a minute
     python -m benchmarks.gpu_predicted --classes  # also the time of each class of operations
     python -m benchmarks.gpu_predicted --expert-parallel 8  # a layer whose experts 8 GPUs share
+    python -m benchmarks.gpu_predicted --centred-by 32  # the head with score centering, and without
     python -m benchmarks.gpu_predicted --picture docs/images/step.svg  # the parts of a step
 """
 
@@ -117,6 +118,24 @@ def shared_layer(gpus: int, has_varlen: bool) -> str:
     )
 
 
+def centred_head(count: int) -> str:
+    """The head on an H100 with and without score centering by so many ids."""
+    from benchmarks.gpu import REAL
+    from megatron_gspo.gpus import GPUS
+    from megatron_gspo.tools.rehearse.op_times import rates_of, times_by
+
+    rehearsed = rehearsed_rows(replace(REAL, centred_by=count), has_varlen=False)
+    rates = rates_of(GPUS["h100"])
+    plain, centred = (
+        1e3 * sum(time.seconds for time in times_by(rehearsed[name].ops, rates, str).values())
+        for name in ("head", "centred head")
+    )
+    return (
+        f"head {plain:.2f} ms, with score centering by {count} ids {centred:.2f} ms"
+        f" (+{100 * (centred / plain - 1):.1f} %)"
+    )
+
+
 _HEAD = "megatron_gspo/parallel/"
 _OPTIMIZER = (
     "megatron/core/optimizer/",
@@ -188,12 +207,18 @@ def main() -> None:
         "--expert-parallel", type=int, metavar="N", help="only a layer whose experts N GPUs share"
     )
     parser.add_argument(
+        "--centred-by", type=int, metavar="K", help="only the head with score centering by K ids"
+    )
+    parser.add_argument(
         "--picture", type=Path, metavar="FILE", help="only draw the parts of a step on an H100"
     )
     args = parser.parse_args()
     import_torch_with_fake_device()
     if args.picture:
         args.picture.write_text(step_picture(), encoding="utf-8")
+        return
+    if args.centred_by:
+        print(centred_head(args.centred_by))
         return
     if args.expert_parallel:
         for has_varlen, torch in ((False, "torch 2.11"), (True, "torch 2.12 or newer")):

@@ -12,6 +12,8 @@ gradients of the hidden states and of the weight included; at width 2048 the wei
 is 8 units for everyone, so that row has the peak without the gradients.
 
     OMP_NUM_THREADS=1 python benchmarks/log_probs.py
+    OMP_NUM_THREADS=1 python benchmarks/log_probs.py --centred-by 32  # only ours, at width 2048,
+                                      # with the log-probs of score centering and without, in turns
 """
 
 from __future__ import annotations
@@ -24,7 +26,9 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -33,11 +37,15 @@ from benchmarks.common import (
     ROOT,
     Row,
     Seconds,
+    Spread,
+    by_turns,
     count_row,
+    ratios,
     save_rows,
     say,
     table,
     time_row,
+    timed,
     versions_in,
 )
 from benchmarks.log_prob_worker import Case
@@ -188,6 +196,24 @@ def not_compared(reports: Sequence[Report]) -> dict[str, str]:
     return reasons
 
 
+def centred_ratio(count: int) -> Spread:
+    """CPU time of the head with score centering by so many ids, over that without, at the sizes of
+    Qwen3-30B-A3B."""
+    import torch
+
+    from benchmarks.gpu import Sizes, head
+
+    sizes = Sizes({}, sequences=1, prompt=0, response=256)
+    shape = SimpleNamespace(hidden_size=2048, vocab_size=LARGE)
+    torch.set_num_threads(1)
+    works = [head(sizes, shape, torch.device("cpu"), centred_by=ids) for ids in (0, count)]
+    turns = by_turns(
+        {work.name: partial(timed, work.call) for work in works}, repeats=5, seconds=120.0
+    )
+    plain, centred = ([turn.cpu for turn in turns[work.name]] for work in works)
+    return ratios(centred, plain)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -199,7 +225,14 @@ def main() -> None:
         "--peers-python", help="interpreter with the peers; without it .venv-peers is made"
     )
     parser.add_argument("--json", type=Path, help="also write the rows to this file")
+    parser.add_argument(
+        "--centred-by", type=int, metavar="K", help="only ours, with score centering by K ids"
+    )
     args = parser.parse_args()
+    if args.centred_by:
+        print(f"CPU time with score centering by {args.centred_by} ids over that without:")
+        print(asdict(centred_ratio(args.centred_by)))
+        return
     python = args.peers_python or peers_python()
     grid = cases(args.quick)
     reports: list[Report] = []

@@ -90,7 +90,7 @@ def policy_loss(
 
     Raises:
         ValueError: an input is missing, has another shape, or is a half-precision log-prob; a count
-            below 1.
+            below 1; a centering without a gradient of log_probs where a response has one ratio.
     """
     extras = extras or LossExtras()
     tensors = {
@@ -180,6 +180,11 @@ def _centred(
     the token's score, by advantage, ratio and clip, multiplies the centering too.
     """
     if objective.sequence_level:
+        if not surrogate.requires_grad:
+            raise ValueError(
+                f"centering with {objective.name} needs the gradient of log_probs, which weighs it:"
+                " give log_probs with gradient, outside of torch.no_grad, or centering = None"
+            )
         (slopes,) = torch.autograd.grad(surrogate.sum(), log_probs, retain_graph=True)
         return slopes
     if extras.centering_advantages is None:

@@ -24,7 +24,7 @@ def check_sampling(rollout: RolloutConfig, evaluation: EvaluationConfig) -> None
         if (value := getattr(rollout, key)) == off or rollout.max_support:
             continue
         problem = "training log-probs are over the whole vocabulary"
-        fix = f"set {off:g}, or rollout.max_support with the embedded engine"
+        fix = f"set {off:g}, or rollout.max_support"
         raise ConfigError(f"rollout.{key}", value, problem, fix)
     for key in ("top_p", "top_k"):
         off = default_of(RolloutConfig, key)
@@ -58,8 +58,11 @@ def check_support(
     if not rollout.truncates:
         problem = "has no effect without rollout.top_p, rollout.top_k or rollout.min_p"
         fix = "set one of them, or remove it"
-    elif rollout.engine != "embedded":
-        problem = f"the {rollout.engine} engine does not return the ids that could be drawn"
+    elif rollout.engine == "sft":
+        problem = "reference answers are not drawn"
+    elif rollout.engine == "sglang" and not rollout.top_k:
+        problem = "SGLang returns the ids that could be drawn only with rollout.top_k"
+        fix = "set rollout.top_k to it, or below"
     elif samples_are_runs:
         problem = "runs and episodes do not have the ids that could be drawn"
     elif has_teacher or algorithm.score_centering:

@@ -59,7 +59,7 @@ def check_supports(batch: TrainingBatch, rollout: RolloutConfig) -> None:
     if rollout.max_support and len(responses) and "support_lengths" not in responses:
         problem = "the engine does not return the ids that could be drawn"
         raise ConfigError(
-            "rollout.max_support", rollout.max_support, problem, "use rollout.engine: embedded"
+            "rollout.max_support", rollout.max_support, problem, "use another rollout.engine"
         )
 
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from megatron_gspo.config import SamplingParams
 from megatron_gspo.data.sample import Prompt, Sample
+from megatron_gspo.errors import EngineError
 
 
 @runtime_checkable
@@ -61,6 +62,14 @@ class RolloutEngine(Protocol):
     def close(self) -> None:
         """Free everything the engine holds. Calling it twice is fine."""
         ...
+
+
+def too_many_ids(max_support: int) -> EngineError:
+    """What every engine raises where more ids than `SamplingParams.max_support` could be drawn."""
+    return EngineError(
+        f"rollout.max_support = {max_support}: more ids could be drawn at a token; raise it, lower"
+        " rollout.top_p or rollout.top_k, or raise rollout.min_p"
+    )
 
 
 def end_tokens(

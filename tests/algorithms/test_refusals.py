@@ -58,6 +58,7 @@ CASES = {
     "entropy = None with entropy_coef = 0.1": lambda: loss(fields={"entropy_coef": 0.1}),
     "log_probs is (1, 2)": lambda: loss(log_probs=ZEROS[None]),
     "segment_ids is torch.float32": lambda: loss(segment_ids=ZEROS, num_segments=1),
+    "centering with gspo needs the gradient of log_probs": lambda: loss(centering=ZEROS),
     "num_sequences = 0": lambda: loss(num_sequences=0),
     "num_tokens = 0": lambda: loss(num_tokens=0),
 }
@@ -68,6 +69,13 @@ def test_what_cannot_be_right_is_refused_in_one_line(words):
     with pytest.raises(ValueError) as error:
         CASES[words]()
     assert words in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_centred_response_without_gradients_is_refused_and_a_centred_token_is_not():
+    log_probs = ZEROS.clone().requires_grad_()
+    with torch.no_grad(), pytest.raises(ValueError, match="centering with gspo needs the gradient"):
+        loss(log_probs=log_probs, centering=ZEROS)
+    assert "loss/score_centering" in loss("grpo", centering=ZEROS)[1]
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,12 @@ SERVERS = ["rollout.engine=sglang", "sglang.num_servers=1"]
         (["rollout.top_k=20"], "rollout.top_k = 20:", "set 0"),
         (["rollout.min_p=0.1"], "rollout.min_p = 0.1:", "set 0, or rollout.max_support"),
         (["rollout.max_support=8"], "rollout.max_support = 8:", "set one of them, or remove it"),
-        ([*TRUNCATED, *SERVERS], "rollout.max_support = 8:", "set it to 0"),
+        ([*TRUNCATED, *SFT], "rollout.max_support = 8:", "set it to 0"),
+        (
+            ["rollout.top_p=0.9", "rollout.max_support=8", *SERVERS],
+            "rollout.max_support = 8:",
+            "set rollout.top_k",
+        ),
         ([*TRUNCATED, ENVIRONMENT], "rollout.max_support = 8:", "set it to 0"),
         ([*TRUNCATED, "algorithm.score_centering=8"], "rollout.max_support = 8:", "set it to 0"),
         (["rollout.temperature=0"], "rollout.temperature = 0.0:", "set it above 0"),

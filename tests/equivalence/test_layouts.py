@@ -103,12 +103,19 @@ def test_other_objectives_in_every_cut(models, arrangement):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("arrangement", FAMILIES["moonlight"], ids=lambda a: a.name)
-def test_top_ids(models, arrangement):
-    """Of a teacher and of the rollout engine. A third of the layouts, beside those of the other objectives."""
+@pytest.mark.parametrize("arrangement", MOE[1::3], ids=lambda a: a.name)
+def test_further_ids(models, arrangement):
+    """Log-probs of several ids a token: those that could be drawn, the most likely ones of a
+    teacher, and of the rollout engine. A third of the layouts, beside those of the other
+    objectives."""
     check(
         models("moe"),
-        special(arrangement, ("distilled, centred", "packed"), ("centred, replayed", "one by one")),
+        special(
+            arrangement,
+            ("over a support", "packed"),
+            ("distilled, centred", "packed"),
+            ("centred, replayed", "one by one"),
+        ),
     )
 
 

@@ -23,10 +23,27 @@ OBJECTIVE = (
         test="tests/algorithms/test_score_centering.py::test_value_and_gradient_against_a_loop",
     ),
     SeededBug(
+        name="score centering: the weight of a token is missing from the centre",
+        file="megatron_gspo/algorithms/score_centering.py",
+        before="coefficients = _weighted(score_centering, p, q) - alpha * p",
+        after="coefficients = q - alpha * p",
+        test="tests/algorithms/test_score_centering.py::test_value_and_gradient_against_a_loop",
+    ),
+    SeededBug(
+        name="score centering: the engine's most likely ids of the token before",
+        file="megatron_gspo/rollout/embedded/decode.py",
+        before="top_ids[t].index_copy_(0, live, choice.top_ids.int())",
+        after="top_ids[t - 1].index_copy_(0, live, choice.top_ids.int())",
+        test=(
+            "tests/rollout/embedded/test_embedded_engine.py"
+            "::test_the_most_likely_ids_belong_to_their_tokens"
+        ),
+    ),
+    SeededBug(
         name="score centering: the draw takes the place of the last of vLLM's ids",
         file="megatron_gspo/rollout/vllm/vllm_api.py",
-        before="return context.top_count + 1 if context.top_count else 0",
-        after="return context.top_count",
+        before="return wanted + 1 if wanted else 0",
+        after="return wanted",
         test=(
             "tests/rollout/vllm/test_vllm_api.py"
             "::test_log_probs_are_requested_where_they_are_over_the_whole_vocabulary"

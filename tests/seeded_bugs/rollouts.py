@@ -16,6 +16,16 @@ ROLLOUTS = (
         ),
     ),
     SeededBug(
+        name="SGLang's log-probs over the vocabulary beside the ids that could be drawn",
+        file="megatron_gspo/rollout/sglang/response_parser.py",
+        before="log_probs = _log_probs_over_support(meta, len(tokens), context)",
+        after="pass",
+        test=(
+            "tests/rollout/sglang/test_response_parser.py"
+            "::test_the_ids_that_could_be_drawn_and_log_probs_over_them"
+        ),
+    ),
+    SeededBug(
         name="observations of an episode are trained on",
         file="megatron_gspo/agents/session_tree.py",
         before="loss_mask = np.zeros(response_length, dtype=bool)",

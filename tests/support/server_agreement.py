@@ -10,6 +10,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
+from megatron_gspo.config import SamplingParams
 from megatron_gspo.data.sample import Sample
 from tests.support.transformers_reference import (
     observe_routers,
@@ -44,6 +45,32 @@ def assert_agrees(
     if any(sample.routed_experts is not None for sample in samples):
         for sample, routes in zip(samples, observe_routers(reference, plain).routes, strict=True):
             np.testing.assert_array_equal(np.sort(sample.routed_experts, -1), np.sort(routes, -1))
+
+
+def assert_supports_agree(
+    samples: Sequence[Sample], reference: torch.nn.Module, sampling: SamplingParams
+) -> None:
+    """The ids that could be drawn are the most likely ones, as many as ``sampling`` leaves, and the
+    log-probs are over them. Engines differ in whether top-p counts what top-k has left."""
+    assert_agrees(samples, reference, temperature=sampling.temperature)
+    counts = set()
+    for sample in samples:
+        distributions = response_distributions(reference, bare(sample), sampling.temperature)
+        supports = np.split(sample.support_ids, np.cumsum(sample.support_lengths)[:-1])
+        for probs, ids in zip(distributions.detach().exp(), supports, strict=True):
+            kept = probs[ids].numpy()
+            ordered = np.sort(probs.numpy())[::-1]
+            count = len(set(ids.tolist()))
+            counts.add(count)
+            assert count == len(ids) <= sampling.top_k
+            np.testing.assert_allclose(kept.sum(), ordered[:count].sum(), rtol=0, atol=TOLERANCE)
+            assert kept.sum() - kept.min() < sampling.top_p + TOLERANCE
+            least = sampling.min_p * ordered[0]
+            assert kept.min() > least - TOLERANCE
+            is_unlikely = count == sampling.top_k or ordered[count] < least + TOLERANCE
+            share = kept.sum() / ordered[: sampling.top_k].sum()
+            assert is_unlikely or (sampling.top_p < 1 and share > sampling.top_p - TOLERANCE)
+    assert len(counts) > 1
 
 
 def _assert_top_ids_agree(sample: Sample, distributions: torch.Tensor) -> None:

@@ -20,7 +20,11 @@ from tests.support.configs import micro_batches_of, parallel
 from tests.support.distributed import run_distributed
 from tests.support.gathered import everywhere
 from tests.support.routing_cases import policy_of
-from tests.support.server_agreement import TOLERANCE, assert_agrees
+from tests.support.server_agreement import (
+    TOLERANCE,
+    assert_agrees,
+    assert_supports_agree,
+)
 from tests.support.server_clients import (
     VOCABULARY,
     checkpoint_stream,
@@ -140,3 +144,20 @@ def test_scores_of_given_tokens(engine: ServerEngine, vllm_model: str) -> None:
         )
         expected = response_log_probs(model, as_sample)[0].detach().numpy()
         np.testing.assert_allclose(values, expected, rtol=0, atol=TOLERANCE)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "cut",
+    [{"temperature": 0.4, "top_p": 0.7}, {"temperature": 0.8, "min_p": 0.3}],
+    ids=["top_p", "min_p"],
+)
+def test_the_ids_that_could_be_drawn(
+    engine: ServerEngine, vllm_model: str, cut: dict[str, float]
+) -> None:
+    prompts = prompts_of([5, 70], VOCABULARY, seed=3)
+    sampling = SamplingParams(2, 12, top_k=8, max_support=8, **cut)
+    model = load_reference(vllm_model)
+    generated = without_ties(model, engine.generate(prompts, sampling, seed=2))
+    check_samples(generated, prompts, sampling)
+    assert_supports_agree(generated, model, sampling)

@@ -29,6 +29,7 @@ GRADIENT_BYTES = 4  # accumulated and reduced in float32
 MOMENT_BYTES = 8  # Adam's two moments, float32
 MASTER_BYTES = 4  # float32 copies of bfloat16 weights
 DELTA_NET = 7  # what a gated delta net, or Mamba-2, keeps over what its products would: it computes in float32
+LABEL_BYTES = 52  # of an id of a token whose log-prob the head computes; as rehearsed
 HALF_ROWS = (
     256  # of an expert in a micro-batch, with which its products reach half of their speed; assumed
 )
@@ -231,13 +232,28 @@ class Estimator:
         working = (2 if choice.recompute == "full" else 1) * layer
         if not self.config.lora.is_on:
             working += 4 * experts
+        responses = tokens / split * self._response_share
         head = (
             10 * tokens / split * hidden / tensor
             + self._weight_bytes * embedding_parameters(shape) / tensor
+            + LABEL_BYTES * responses * max(self._labels)
         )
         first = in_flight * self.layers_of_stage(parallel) * kept + working
         last = self.layers_of_stage(parallel) * kept + max(working, head)
         return max(first, last if stages > 1 else first - working + max(working, head))
+
+    @property
+    def _labels(self) -> tuple[int, int]:
+        """Ids of a response token whose log-probs a pass without a gradient computes, and a pass of
+        an update: the token, those that could be drawn, and the rollout engine's most likely ones.
+        """
+        scored = 1 + self.config.rollout.max_support
+        return scored, scored + self.config.algorithm.score_centering
+
+    @property
+    def _response_share(self) -> float:
+        """Of a sequence's tokens."""
+        return self.config.rollout.max_response_length / self.longest
 
     def passes(self, recompute: str) -> tuple[float, float]:
         """Of a token through the model in a step, as forward passes: products, and exchanges
@@ -311,6 +327,12 @@ class Estimator:
                 / hardware.rate(stage + 1)
             )
         seconds *= self.passes(choice.recompute)[1]
+        # From each other tensor-parallel rank the head gets float32 numbers of each response token:
+        # maximum, sum, entropy, and those of the labels.
+        scored, trained = self._labels
+        numbers = (1 + self.config.algorithm.needs_reference) * (3 + scored) + 3 + trained
+        responses = tokens / context * self._response_share
+        seconds += 4 * numbers * responses * (tensor - 1) / hardware.rate(tensor)
         if self.config.lora.is_on:
             return seconds
         span = hardware.gpus // parallel.pipeline_model_parallel_size

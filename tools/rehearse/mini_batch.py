@@ -76,8 +76,9 @@ def synthetic_batch(
     *,
     imbalance: float = 1.0,
 ) -> TrainingBatch:
-    """Samples of the longest prompts and responses of the config, all equal; with routes of these
-    sizes where the trainer takes those of the rollout. They share their arrays.
+    """Samples of the longest prompts and responses of the config, all equal, with the ids that the
+    rollout engine would return; with routes of these sizes where the trainer takes those of the
+    rollout. They share their arrays.
 
     replica: [N] rank in dp, of the replica that trains each sample.
     """
@@ -89,6 +90,16 @@ def synthetic_batch(
         routes = _routes(
             len(tokens) - 1, sizes, config.parallel.expert_model_parallel_size, imbalance
         )
+    top_ids = top_log_probs = None
+    if count := config.algorithm.score_centering:
+        top_ids = np.tile(np.arange(count, dtype=np.int32), (response, 1))
+        top_log_probs = np.full((response, count), -8.0, dtype=np.float32)
+    support_ids = support_lengths = None
+    if width := min(config.rollout.max_support, vocab_size):
+        # Each has the token and those after it.
+        ids = (tokens[prompt:, None] + np.arange(width)) % vocab_size
+        support_ids = ids.astype(np.int32).ravel()
+        support_lengths = np.full(response, width, dtype=np.int32)
     sample = Sample(
         prompt_index=0,
         sample_index=0,
@@ -100,8 +111,14 @@ def synthetic_batch(
         reward=0.0,
         advantages=np.ones(response, dtype=np.float32),
         routed_experts=routes,
+        rollout_top_ids=top_ids,
+        rollout_top_log_probs=top_log_probs,
+        support_ids=support_ids,
+        support_lengths=support_lengths,
     )
     alone = TrainingBatch.of([sample])
+    if config.algorithm.score_centering:
+        alone = alone.with_column("centering_advantages", alone.responses["advantages"])
     numbers = np.arange(len(replica))
     table = np.repeat(alone.table, len(replica))
     table["prompt_index"] = numbers // config.rollout.n_samples_per_prompt
@@ -109,14 +126,20 @@ def synthetic_batch(
     table["reward"] = numbers % 2
     table["holder"] = replica
     positions = np.flatnonzero(replica == dp.rank())
-    starts = np.zeros(len(positions), dtype=np.int64)
     return TrainingBatch(
         table,
         dp,
-        inputs=Columns(positions, starts, starts + sample.length, alone.inputs.arrays),
-        rows=Columns(positions, starts, starts + 1, alone.rows.arrays),
-        responses=Columns(positions, starts, starts + response, alone.responses.arrays),
+        inputs=_repeated(alone.inputs, positions),
+        rows=_repeated(alone.rows, positions),
+        responses=_repeated(alone.responses, positions),
+        supports=_repeated(alone.supports, positions),
     )
+
+
+def _repeated(columns: Columns, positions: np.ndarray) -> Columns:
+    """The columns of one sample as those of the samples at these positions, which share them."""
+    starts = np.zeros(len(positions), dtype=np.int64)
+    return Columns(positions, starts, starts + columns.num_tokens, columns.arrays)
 
 
 def _routes(rows: int, sizes: RouteShape, expert_parallel: int, imbalance: float) -> np.ndarray:

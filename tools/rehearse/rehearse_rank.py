@@ -208,6 +208,7 @@ def _train(
             temperature=config.rollout.temperature,
             routing=routing.update_options(0),
             plan=whole,
+            score_centering=config.algorithm.centering,
         )
     return tuple(int(batch.tokens.shape[0]) for batch in result.batches.batches)
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron_gspo.config import SamplingParams
-from megatron_gspo.errors import EngineError
+from megatron_gspo.rollout.engine_protocol import too_many_ids
 
 _MULTIPLIERS = (np.uint64(0xD2511F53), np.uint64(0xCD9E8D57))
 _KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
@@ -107,21 +107,14 @@ def choose_tokens(
     top_scores, top_ids = scores.topk(top_count, dim=-1)
     top_log_probs = top_scores - total
     if sampling.max_support and support is not None:
-        _check_support(support.shape[1], sampling)
+        if support.shape[1] > sampling.max_support:
+            raise too_many_ids(sampling.max_support)
         of_support = scores.gather(1, support.clamp(min=0))
         total = of_support.masked_fill(support < 0, -torch.inf).logsumexp(-1, keepdim=True)
     log_probs = (scores.gather(1, tokens) - total)[:, 0]
     return Choice(
         tokens[:, 0], log_probs, top_ids, top_log_probs, support if sampling.max_support else None
     )
-
-
-def _check_support(width: int, sampling: SamplingParams) -> None:
-    if width > sampling.max_support:
-        raise EngineError(
-            f"rollout.max_support = {sampling.max_support}: {width} ids could be drawn at a token;"
-            " raise it, or lower rollout.top_p or rollout.top_k"
-        )
 
 
 def _inverse_cdf(

@@ -102,6 +102,8 @@ class PartialResponse:
             rollout_log_probs=_of_all_parts([part.log_probs for part in self.parts]),
             rollout_top_ids=_of_all_parts([part.top_ids for part in self.parts]),
             rollout_top_log_probs=_of_all_parts([part.top_log_probs for part in self.parts]),
+            support_lengths=_of_all_parts([part.support_lengths for part in self.parts]),
+            support_ids=_of_all_parts([part.support_ids for part in self.parts]),
             finish_reason="length" if reason == "abort" else reason,
             text=decode(response.tolist()),
             weight_version=int(versions.min()),

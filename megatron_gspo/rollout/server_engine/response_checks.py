@@ -14,6 +14,7 @@ import msgspec
 import numpy as np
 
 from megatron_gspo.data.sample import FINISH_REASONS
+from megatron_gspo.rollout.engine_protocol import too_many_ids
 from megatron_gspo.rollout.server_engine.server_api import RequestContext, ResponseError
 
 T = TypeVar("T")
@@ -89,6 +90,33 @@ def checked_top(
     ids = checked_tokens([token for _, token in entries], context).astype(np.int32)
     log_probs = checked_log_probs([log_prob for log_prob, _ in entries], context)
     return ids.reshape(count, wanted), log_probs.reshape(count, wanted)
+
+
+def checked_support(
+    rows: Sequence[Sequence[int]], tokens: np.ndarray, context: RequestContext
+) -> tuple[np.ndarray | None, np.ndarray | None]:
+    """(lengths [n] int32, ids int32 end to end) of the ids that could be drawn at each of `tokens`
+    [n]; None where they were not requested.
+
+    Raises `ResponseError`, and `EngineError` for more ids than `rollout.max_support`.
+    """
+    if not context.max_support:
+        return None, None
+    drawn = tokens.tolist()
+    if len(rows) != len(drawn):
+        raise ResponseError(
+            f"{context.name}: the ids that could be drawn came back at {len(rows)} of"
+            f" {len(drawn)} tokens"
+        )
+    if any(token not in row for token, row in zip(drawn, rows, strict=True)):
+        raise ResponseError(
+            f"{context.name}: a token is not among the ids that could be drawn there"
+        )
+    lengths = np.array([len(row) for row in rows], dtype=np.int32)
+    if lengths.max(initial=0) > context.max_support:
+        raise too_many_ids(context.max_support)
+    ids = checked_tokens([token for row in rows for token in row], context)
+    return lengths, ids.astype(np.int32)
 
 
 def check_end(tokens: np.ndarray, reason: str, context: RequestContext) -> None:

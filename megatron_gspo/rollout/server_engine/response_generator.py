@@ -190,7 +190,7 @@ class ResponseGenerator:
         """
         version = self.pool.version
         training_version = self.current_version
-        context = self._context(response, version or "", self.api.gives_log_probs(sampling))
+        context = self._context(response, version or "", sampling)
         request_seed = _request_seed(seed, response)
         request = self.api.generate_request(response.tokens, context, sampling, request_seed)
         body = await self._post(
@@ -252,7 +252,9 @@ class ResponseGenerator:
             task.cancel()
             server.tasks.discard(task)
 
-    def _context(self, response: PartialResponse, version: str, log_probs: bool) -> RequestContext:
+    def _context(
+        self, response: PartialResponse, version: str, sampling: SamplingParams
+    ) -> RequestContext:
         return RequestContext(
             name=response.name,
             context_length=response.prompt.length + response.num_tokens,
@@ -260,7 +262,8 @@ class ResponseGenerator:
             model=self.model,
             version=version,
             routes_start=response.routes_start,
-            log_probs=log_probs,
+            log_probs=self.api.gives_log_probs(sampling),
+            max_support=sampling.max_support,
         )
 
 

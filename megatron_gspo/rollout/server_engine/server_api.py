@@ -21,7 +21,6 @@ SCORE_BYTES_PER_TOKEN = 128  # of an input token's log-prob in a response
 # the tokens, turned off. They are sent, since a server may have defaults of its own (SGLang's
 # --preferred-sampling-params).
 OTHER_SAMPLING = {
-    "min_p": 0.0,
     "repetition_penalty": 1.0,
     "presence_penalty": 0.0,
     "frequency_penalty": 0.0,
@@ -81,10 +80,14 @@ class RequestContext:
     log_probs: bool = True
     """Whether log-probs are requested."""
 
+    max_support: int = 0
+    """Most ids that may be drawn at a token, which are requested, and log-probs over them; 0: they
+    are not."""
+
     @property
     def top_count(self) -> int:
-        """Most likely ids per token whose log-probs are requested."""
-        return self.model.top_log_probs if self.log_probs else 0
+        """Most likely ids per token whose log-probs are requested; none over a support."""
+        return self.model.top_log_probs if self.log_probs and not self.max_support else 0
 
     @property
     def route_rows(self) -> int:
@@ -117,6 +120,12 @@ class ResponsePart:
 
     top_log_probs: np.ndarray | None = None
     """[r, K] float32, of these, or None."""
+
+    support_lengths: np.ndarray | None = None
+    """[r] int32, how many ids could be drawn at each token, or None."""
+
+    support_ids: np.ndarray | None = None
+    """int32, these ids, token after token, or None."""
 
 
 @dataclass(frozen=True)
@@ -178,8 +187,8 @@ class ServerAPI(WeightEndpoints):
     """Parser of the responses."""
 
     def gives_log_probs(self, sampling: SamplingParams) -> bool:
-        """Whether the log-probs of its responses are over the whole vocabulary; else they are
-        not requested.
+        """Whether the log-probs of its responses are over the whole vocabulary, or over the
+        ids that could be drawn where these are requested; else they are not requested.
         """
         raise NotImplementedError
 

@@ -21,6 +21,7 @@ from megatron_gspo.rollout.server_engine.response_checks import (
     check_end,
     checked_log_probs,
     checked_reason,
+    checked_support,
     checked_tokens,
     checked_top,
     decoded,
@@ -62,6 +63,8 @@ class MetaInfo(msgspec.Struct, frozen=True):
     cached_tokens: Any = None
     output_token_logprobs: list[TokenLogProb] | None = None
     output_top_logprobs: list[list[TokenLogProb] | None] | None = None
+    output_token_sampling_mask: list[list[TokenId]] | None = None
+    output_token_sampling_logprobs: list[float] | None = None
     routed_experts: msgspec.Raw = msgspec.Raw()  # a view of the body
 
 
@@ -101,7 +104,7 @@ def max_response_bytes(context: RequestContext) -> int:
     if context.model.return_routes:
         shape = context.model.shape
         routes = context.route_rows * len(shape.moe_layers) * shape.experts_per_token * 16 // 3
-    ids = 1 + context.top_count
+    ids = 1 + context.max_support + context.top_count
     return _FIXED_BYTES + context.max_new_tokens * ids * _TOKEN_BYTES + routes
 
 
@@ -129,7 +132,21 @@ def parse_response(response: GenerateResponse, context: RequestContext) -> Respo
     rows = meta.output_top_logprobs or []
     top = [[(entry.log_prob, entry.token) for entry in row or ()] for row in rows]
     top_ids, top_log_probs = checked_top(top, len(tokens), context)
-    return ResponsePart(tokens, log_probs, reason, routes, cached, top_ids, top_log_probs)
+    masks = meta.output_token_sampling_mask or []
+    support_lengths, support_ids = checked_support(masks, tokens, context)
+    if support_ids is not None:
+        log_probs = _log_probs_over_support(meta, len(tokens), context)
+    return ResponsePart(
+        tokens,
+        log_probs,
+        reason,
+        routes,
+        cached,
+        top_ids,
+        top_log_probs,
+        support_lengths,
+        support_ids,
+    )
 
 
 def is_empty(response: GenerateResponse, context: RequestContext) -> bool:
@@ -201,6 +218,17 @@ def _tokens(
                 f"{context.name}: output_ids and output_token_logprobs disagree about the tokens"
             )
     return ids, log_probs
+
+
+def _log_probs_over_support(meta: MetaInfo, count: int, context: RequestContext) -> np.ndarray:
+    """[n] float32: `output_token_logprobs` are over the whole vocabulary."""
+    log_probs = checked_log_probs(meta.output_token_sampling_logprobs or [], context)
+    if len(log_probs) != count:
+        raise ResponseError(
+            f"{context.name}: output_token_sampling_logprobs has {len(log_probs)} entries for"
+            f" {count} tokens"
+        )
+    return log_probs
 
 
 def _output_ids(raw: msgspec.Raw, context: RequestContext) -> list[int] | None:

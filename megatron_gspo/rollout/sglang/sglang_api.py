@@ -63,6 +63,7 @@ class SGLangAPI(ServerAPI):
             "temperature": 0.0 if sampling.greedy else sampling.temperature,
             "top_p": sampling.top_p,
             "top_k": sampling.top_k or -1,
+            "min_p": sampling.min_p,
             **OTHER_SAMPLING,
             "stop_token_ids": list(context.model.stop_ids),
             "sampling_seed": seed,
@@ -70,6 +71,8 @@ class SGLangAPI(ServerAPI):
         body = _body(tokens, params, context) | {"return_logprob": True}
         if context.top_count:
             body["top_logprobs_num"] = context.top_count
+        if context.max_support:
+            body["return_sampling_mask"] = True
         if context.model.return_routes:
             body |= {
                 "return_routed_experts": True,

@@ -21,6 +21,7 @@ from megatron_gspo.rollout.server_engine.response_checks import (
     check_end,
     checked_log_probs,
     checked_reason,
+    checked_support,
     checked_tokens,
     checked_top,
     decoded,
@@ -103,7 +104,7 @@ def max_response_bytes(context: RequestContext) -> int:
         shape = context.model.shape
         ids = context.route_rows * len(shape.moe_layers) * shape.experts_per_token
         routes = ids * _MAX_ID_BYTES * 4 // 3  # base64
-    ids = 1 + context.top_count
+    ids = 2 + context.max_support + context.top_count
     return _FIXED_BYTES + context.max_new_tokens * ids * _TOKEN_BYTES + routes
 
 
@@ -166,6 +167,7 @@ def parse_response(response: GenerateResponse, context: RequestContext) -> Respo
     details = usage.get("prompt_tokens_details") if isinstance(usage, dict) else None
     cached = details.get("cached_tokens") if isinstance(details, dict) else None
     top_ids, top_log_probs = checked_top(_top(choice, context), len(tokens), context)
+    support_lengths, support_ids = checked_support(_support(choice), tokens, context)
     return ResponsePart(
         tokens,
         log_probs,
@@ -174,6 +176,8 @@ def parse_response(response: GenerateResponse, context: RequestContext) -> Respo
         cached_tokens(cached, context),
         top_ids,
         top_log_probs,
+        support_lengths,
+        support_ids,
     )
 
 
@@ -222,6 +226,16 @@ def _top(choice: Choice, context: RequestContext) -> list[list[tuple[float, int]
     ]
     _refuse_floor([log_prob for row in ranked for _, log_prob, _ in row], context)
     return [[(log_prob, token) for _, log_prob, token in row] for row in ranked]
+
+
+def _support(choice: Choice) -> list[list[int]]:
+    """The ids at each token whose log-prob is finite: processed log-probs are minus infinity
+    outside of what could be drawn."""
+    rows = choice.logprobs.content if choice.logprobs is not None else None
+    return [
+        [entry.token_id for entry in row.top_logprobs if entry.logprob != _FLOOR]
+        for row in rows or ()
+    ]
 
 
 def _finite(values: list[float], context: RequestContext) -> np.ndarray:

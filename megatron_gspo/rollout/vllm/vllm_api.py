@@ -49,10 +49,10 @@ class VLLMAPI(ServerAPI):
     responses: ResponseParser = response_parser
 
     def gives_log_probs(self, sampling: SamplingParams) -> bool:
-        """See `ServerAPI.gives_log_probs`: processed log-probs are over the tokens that top-p
-        and top-k leave.
+        """See `ServerAPI.gives_log_probs`: processed log-probs are over the tokens that top-p,
+        top-k and min-p leave.
         """
-        return sampling.greedy or (sampling.top_p == 1 and not sampling.top_k)
+        return sampling.greedy or not sampling.truncates or sampling.max_support > 0
 
     def generate_request(
         self, tokens: list[int], context: RequestContext, sampling: SamplingParams, seed: int
@@ -63,6 +63,7 @@ class VLLMAPI(ServerAPI):
             "temperature": 0.0 if sampling.greedy else sampling.temperature,
             "top_p": 1.0 if sampling.greedy else sampling.top_p,
             "top_k": 0 if sampling.greedy else sampling.top_k,
+            "min_p": 0.0 if sampling.greedy else sampling.min_p,
             **OTHER_SAMPLING,
             "stop_token_ids": list(context.model.stop_ids),
             "ignore_eos": True,  # the same end tokens on every engine: those above
@@ -220,10 +221,12 @@ class VLLMAPI(ServerAPI):
 
 def _requested_log_probs(context: RequestContext) -> int | None:
     """Log-probs per token beside the sampled one's; None without any. One more than is wanted: the
-    sampled token takes the place of the last one if it is not among them."""
+    sampled token takes the place of the last one if it is not among them; and it shows that more
+    ids than those of a support could be drawn."""
     if not context.log_probs:
         return None
-    return context.top_count + 1 if context.top_count else 0
+    wanted = context.max_support or context.top_count
+    return wanted + 1 if wanted else 0
 
 
 def _request(tokens: list[int], params: JsonObject, max_bytes: int, adapters: str = "") -> Request:

@@ -16,6 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_gspo.errors import EngineError
 from megatron_gspo.rollout.server_engine.server_api import RequestContext, ResponseError
 from megatron_gspo.rollout.sglang import response_parser
 from megatron_gspo.rollout.sglang.response_parser import decode_response, max_response_bytes
@@ -441,3 +442,26 @@ def test_the_most_likely_ids_of_each_token():
 def test_other_ids_than_requested_are_refused(top, message):
     reply = answer([9, 8, 1], [-0.5, -1.25, 0.0], output_top_logprobs=top)
     assert message in refusal(reply, model=WITH_TOP)
+
+
+def test_the_ids_that_could_be_drawn_and_log_probs_over_them():
+    """As SGLang 0.5.23 writes them; `output_token_logprobs` are over the vocabulary."""
+    over_support = dict(
+        output_token_sampling_mask=[[9, 4], [2, 8, 5], [1]],
+        output_token_sampling_logprobs=[-0.25, -1.0, 0.0],
+    )
+    reply = answer([9, 8, 1], [-0.5, -1.25, -2.0], **over_support)
+    part = parse_response(reply, asked(max_support=3))
+    assert part.support_lengths.tolist() == [2, 3, 1] and part.support_lengths.dtype == np.int32
+    assert part.support_ids.tolist() == [9, 4, 2, 8, 5, 1] and part.support_ids.dtype == np.int32
+    assert part.log_probs.tolist() == [-0.25, -1.0, 0.0]
+    plain = parse_response(reply, asked())
+    assert plain.support_ids is None and plain.log_probs.tolist() == [-0.5, -1.25, -2.0]
+    with pytest.raises(EngineError, match="rollout.max_support = 2: more ids could be drawn"):
+        parse_response(reply, asked(max_support=2))
+    absent = answer([9, 8, 1], [-0.5, -1.25, -2.0])
+    assert "ids that could be drawn came back at 0 of 3" in refusal(absent, max_support=3)
+    reply = answer(
+        [9, 8, 1], [-0.5, -1.25, -2.0], **over_support | {"output_token_sampling_logprobs": []}
+    )
+    assert "output_token_sampling_logprobs has 0 entries for 3" in refusal(reply, max_support=3)

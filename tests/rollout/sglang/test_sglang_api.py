@@ -73,6 +73,13 @@ def test_the_most_likely_ids_are_requested():
     assert request.body["top_logprobs_num"] == 8
 
 
+def test_the_ids_that_could_be_drawn_are_requested():
+    sampling = SamplingParams(top_k=4, min_p=0.1, max_support=4)
+    body = API.generate_request([2, 3], context(max_support=4), sampling, 11).body
+    assert body["return_sampling_mask"] is True
+    assert (body["sampling_params"]["top_k"], body["sampling_params"]["min_p"]) == (4, 0.1)
+
+
 def test_prefill_and_score():
     prefill = API.prefill_request([2, 3], context(max_new_tokens=0))
     assert prefill.body["sampling_params"]["max_new_tokens"] == 0

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from megatron_gspo.errors import EngineError
 from megatron_gspo.rollout.server_engine.server_api import ResponseError, ResponsePart
 from megatron_gspo.rollout.vllm import response_parser
 from megatron_gspo.routing_replay.routes import MISSING, as_routes
@@ -232,3 +233,23 @@ def test_other_ids_than_requested_are_refused(row, message):
     with pytest.raises(ResponseError, match="^sample 7/2: ") as caught:
         parse(with_top([*TOP[:2], row]), model=WITH_TOP)
     assert message in str(caught.value)
+
+
+# For logprobs = 4 with a support of at most 3: -9999 stands for minus infinity.
+DRAWABLE = [
+    ranked((7, -0.5, 1), (4, -1.0, 2), (5, -3.0, 3), (0, -9999.0, 4)),
+    ranked((9, -1.25, 2), (2, -0.75, 1), (0, -9999.0, 3), (1, -9999.0, 3)),
+    ranked((1, 0.0, 1), (0, -9999.0, 2), (2, -9999.0, 2), (3, -9999.0, 2)),
+]
+
+
+def test_the_ids_that_could_be_drawn_have_finite_log_probs():
+    part = parse(with_top(DRAWABLE), max_support=3)
+    assert part.support_lengths.tolist() == [3, 2, 1] and part.support_lengths.dtype == np.int32
+    assert part.support_ids.tolist() == [7, 4, 5, 9, 2, 1] and part.support_ids.dtype == np.int32
+    assert part.log_probs.tolist() == LOG_PROBS and part.top_ids is None
+    assert parse(with_top(DRAWABLE)).support_ids is None
+    with pytest.raises(EngineError, match="rollout.max_support = 2: more ids could be drawn"):
+        parse(with_top(DRAWABLE), max_support=2)
+    with pytest.raises(ResponseError, match="a token is not among the ids that could be drawn"):
+        parse(with_top([*DRAWABLE[:2], ranked((2, -0.5, 1))]), max_support=3)

@@ -71,8 +71,11 @@ def test_log_probs_are_requested_where_they_are_over_the_whole_vocabulary():
         SamplingParams(temperature=0.0, top_p=0.5),
         SamplingParams(top_p=0.5),
         SamplingParams(top_k=3),
+        SamplingParams(min_p=0.1),
+        SamplingParams(min_p=0.1, max_support=4),
     ]
-    assert [API.gives_log_probs(sampling) for sampling in given] == [True, True, False, False]
+    given_for = [API.gives_log_probs(sampling) for sampling in given]
+    assert given_for == [True, True, False, False, False, True]
     request = API.generate_request([5], asked(log_probs=False), SamplingParams(top_p=0.5), 1)
     assert request.body["sampling_params"]["logprobs"] is None
     with_top = replace(asked().model, top_log_probs=8)
@@ -80,6 +83,9 @@ def test_log_probs_are_requested_where_they_are_over_the_whole_vocabulary():
         context = asked(model=with_top, log_probs=log_probs)
         request = API.generate_request([5], context, SamplingParams(), 1)
         assert request.body["sampling_params"]["logprobs"] == wanted
+    sampling = SamplingParams(min_p=0.1, max_support=4)
+    params = API.generate_request([5], asked(max_support=4), sampling, 1).body["sampling_params"]
+    assert (params["min_p"], params["logprobs"]) == (0.1, 5)
 
 
 def info(generates: int = 405, **changes: Any) -> ServerInfo:

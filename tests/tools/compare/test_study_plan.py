@@ -32,6 +32,20 @@ def test_the_collapse_example() -> None:
     assert start is not None and load_config(COLLAPSE / start.config).algorithm.is_supervised
 
 
+def test_the_study_of_score_centering() -> None:
+    """Beside the other corrections, with five seeds."""
+    comparison = load_comparison(COLLAPSE / "centering.yaml")
+    configs = [resolve(comparison, spec) for spec in planned_runs(comparison)]
+    assert len(configs) == 25
+    kinds = {
+        (config.algorithm.name, config.algorithm.rollout_is, config.algorithm.score_centering)
+        for config in configs
+        if config.routing.replay == "none"
+    }
+    plain = {("grpo", "none", 0), ("grpo", "token", 0), ("gspo", "none", 0)}
+    assert kinds == plain | {("grpo", "none", 16)}
+
+
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
     return write_comparison(tmp_path, seeds=(1, 2))

@@ -9,7 +9,7 @@ import pytest
 from megatron_gspo.config import Config, ParallelConfig, load_config
 from megatron_gspo.gpus import GIB, Gpu, find_gpu
 from megatron_gspo.tools.plan.__main__ import parser, write_config
-from megatron_gspo.tools.plan.estimate import HALF_ROWS, Choice, Estimator, Hardware
+from megatron_gspo.tools.plan.estimate import HALF_ROWS, LABEL_BYTES, Choice, Estimator, Hardware
 from megatron_gspo.tools.plan.layouts import name_of
 from tests.support.configs import parallel
 from tests.support.model_shapes import SMALL, dense_shape, shape_of
@@ -77,15 +77,36 @@ def test_time_by_hand(tmp_path: Path) -> None:
 
 
 def test_communication_by_hand(tmp_path: Path) -> None:
-    """TP 2 gathers and scatters twice a layer, in three passes; gradients in float32 and weights go
-    to the other replica. 16 GPUs have two nodes, so that the replicas' ring takes the network."""
+    """TP 2 gathers and scatters twice a layer, in three passes, and the head's 4 numbers of each of
+    32 response tokens in two; gradients in float32 and weights go to the other replica. 16 GPUs
+    have two nodes, so that the replicas' ring takes the network."""
     tensor = ParallelConfig(tensor_model_parallel_size=2)
     near = dense(tmp_path, gpus=2).estimate(Choice(tensor, "none", 16)).communication
-    assert near == pytest.approx(3 * 2 * 4 * 2 * 64 * 8 / 2 / 1e11)
+    assert near == pytest.approx((3 * 2 * 4 * 2 * 64 * 8 / 2 + 2 * 4 * 4 * 32) / 1e11)
     data = dense(tmp_path, gpus=2).estimate(Choice(ParallelConfig(), "none", 16)).communication
     assert data == pytest.approx((4 + 2) * (2 * 360 + 160) / 2 / 1e11)
     far = dense(tmp_path, gpus=16).communication_seconds(Choice(ParallelConfig(), "none", 16), 0)
     assert far == pytest.approx((4 + 2) * (2 * 360 + 160) * 15 / 16 / 1e10)
+
+
+def test_further_ids_by_hand(tmp_path: Path) -> None:
+    """5 ids that could be drawn have log-probs in both passes, and the rollout engine's 5 most likely
+    ones in the update's alone."""
+    tensor = ParallelConfig(tensor_model_parallel_size=2)
+    choice = Choice(tensor, "none", 16)
+    plain = dense(tmp_path).estimate(choice)
+    for overrides, passes in (
+        (("rollout.top_k=5", "rollout.max_support=5"), 2),
+        (("algorithm.score_centering=5",), 1),
+    ):
+        further = dense(tmp_path, *overrides).estimate(choice)
+        added = further.communication - plain.communication
+        assert added == pytest.approx(passes * 5 * 4 * 32 / 1e11)
+    few, many = (
+        dense(tmp_path, f"algorithm.score_centering={count}").activation_bytes(choice, 16, 4)
+        for count in (1000, 3000)
+    )
+    assert many - few == pytest.approx(LABEL_BYTES * 8 * 2000)
 
 
 def test_a_pipeline_waits(tmp_path: Path) -> None:

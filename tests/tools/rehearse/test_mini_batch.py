@@ -52,3 +52,19 @@ def test_samples_are_the_longest_of_the_config_and_valid() -> None:
     assert set(batch.responses.lengths.tolist()) == {8192}
     assert batch.inputs["tokens"].shape == (4 * 9216,)
     assert batch.inputs.arrays["tokens"].shape == (9216,), "they share their arrays"
+
+
+def test_ids_of_the_rollout_engine_are_made_up_where_the_loss_reads_them() -> None:
+    centred = ("algorithm.score_centering=3",)
+    truncated = ("rollout.engine=embedded", "rollout.top_k=5", "rollout.max_support=5")
+    dp = SimpleNamespace(rank=lambda: 0)
+    given = config("qwen3_30b_a3b_4x8_gspo", *centred)
+    batch = synthetic_batch(given, np.zeros(2), dp, 151_936, None).select([1])
+    assert batch.responses["rollout_top_ids"].shape == (8192, 3)
+    assert batch.responses["rollout_top_log_probs"].shape == (8192, 3)
+    assert batch.responses["centering_advantages"].shape == (8192,)
+    given = config("qwen3_30b_a3b_4x8_gspo", "sglang={}", *truncated)
+    batch = synthetic_batch(given, np.zeros(2), dp, 151_936, None).select([1])
+    assert set(batch.responses["support_lengths"].tolist()) == {5}
+    ids = batch.supports["ids"].reshape(8192, 5)
+    assert np.array_equal(ids[:, 0], batch.response_tokens)

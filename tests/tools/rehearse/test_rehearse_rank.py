@@ -333,3 +333,31 @@ def test_recomputed_layers_replay_recorded_routes() -> None:
     )
     # Recorded, with whether a row is padding and its balanced route of 2 ids; then replayed.
     assert copied_routes(record) == {"old_log_probs": 7.0, "forward_backward": 8.0}
+
+
+CENTRED = ("algorithm.score_centering=8",)
+TRUNCATED = ("rollout.top_k=8", "rollout.max_support=8")
+
+
+@on_fake_gpu
+def test_further_ids_are_numbers_of_the_same_collectives() -> None:
+    """The rollout engine's most likely ids have log-probs in updates, and those that could be drawn
+    in every pass: a float32 of each at each response token, from two ranks."""
+    layout = dict(tensor_model_parallel_size=2, expert_model_parallel_size=2)
+    plain = rehearsed(0, 2, **layout)
+    scored = sum(plain.micro_batches) * 10 // (16 + 10)  # prompts and responses of the example
+    for overrides, passes in (
+        (CENTRED, {"forward_backward"}),
+        (TRUNCATED, {"old_log_probs", "forward_backward"}),
+    ):
+        record = rehearsed(0, 2, overrides=overrides, **layout)
+        assert [(c.phase, c.op, c.group) for c in record.collectives] == [
+            (c.phase, c.op, c.group) for c in plain.collectives
+        ]
+        added: Counter[str] = Counter()
+        for call, other in zip(record.collectives, plain.collectives, strict=True):
+            added[call.phase] += call.bytes - other.bytes
+        assert {phase: size for phase, size in added.items() if size} == dict.fromkeys(
+            passes, 2 * 8 * 4 * scored
+        )
+        assert not [finding for finding in record.findings if finding.is_defect]
