@@ -177,9 +177,10 @@ def check_header(file: Path, config: Config, stages: list[Stage]) -> None:
     dense = ranks // parallel.tensor_model_parallel_size
     states = []
     for stage in stages:
-        rest = stage.parameters - stage.expert_parameters
+        trained = stage.parameters - stage.frozen_parameters
+        rest = trained - stage.expert_parameters
         optimizer = 12 * (stage.expert_parameters / experts + rest / dense)
-        states.append([2 * stage.parameters, 4 * stage.parameters, optimizer])
+        states.append([2 * stage.parameters, 4 * trained, optimizer])
     fullest = max(states, key=sum)
     assert told_memory(file)[:3] == pytest.approx([size / GIB for size in fullest], abs=0.06)
 
