@@ -241,6 +241,11 @@ class ModelShape:
     def is_moe(self) -> bool:
         return any(self.moe_layers)
 
+    @property
+    def selected_positions(self) -> int:
+        """Positions that a query of sparse attention attends; 0 without an indexer."""
+        return self.indexer.topk if self.indexer else 0
+
 
 def padded_vocab_size(shape: ModelShape, tensor_size: int) -> int:
     """Rows of the embedding: the vocabulary rounded up to a multiple of the tensor-parallel
