@@ -75,19 +75,9 @@ def download(facts: FamilyFacts, configs: Sequence[ReadyConfig]) -> str:
 
 
 def smallest_start(configs: Sequence[ReadyConfig]) -> str:
-    """The command of the config with the fewest GPUs, and its rehearsal."""
-    smallest = configs[0]
-    file = smallest.file.relative_to(ROOT).as_posix()
-    folder = smallest.file.parent.relative_to(ROOT).as_posix()
-    rehearse = (
-        f"megatron-gspo rehearse {file} --world {smallest.world} --ranks 0 --gpu"
-        f" {smallest.gpu.name} \\\n    model.path={folder}/models/{smallest.model}   # on a CPU"
-    )
-    return f"```bash\n{_indented(smallest.command)}\n{rehearse}\n```"
-
-
-def _indented(command: str) -> str:
-    return command.replace("\n", "\n    ")
+    """The command of the config with the fewest GPUs."""
+    command = configs[0].command.replace("\n", "\n    ")
+    return f"```bash\n{command}\n```"
 
 
 def layouts(configs: Sequence[ReadyConfig], rehearsals: Mapping[str, Rehearsed]) -> str:
@@ -97,8 +87,8 @@ def layouts(configs: Sequence[ReadyConfig], rehearsals: Mapping[str, Rehearsed])
     for ready in configs:
         file = ready.file.relative_to(ROOT).as_posix()
         link = f"[{ready.name}](../../{file})"
-        gpus = f"{ready.world} x {ready.memory}"
-        row = [link, gpus, ready.servers, name_of(ready.config.parallel)]
+        gpus = f"{ready.world} x {ready.memory}, {ready.servers}"
+        row = [link, gpus, name_of(ready.config.parallel)]
         figures = rehearsals.get(ready.name)
         if figures is None:
             rows.append([*row, "", "", ""])
@@ -108,9 +98,7 @@ def layouts(configs: Sequence[ReadyConfig], rehearsals: Mapping[str, Rehearsed])
         if len(figures.ranks) < figures.roles:
             ranks = ", ".join(map(str, figures.ranks))
             some.append(f"{ready.model} on rank{'s' * (len(figures.ranks) > 1)} {ranks}")
-    text = table(
-        ["config", "trains on", "servers", "layout", "states, GiB", "peak, GiB", "step, s"], rows
-    )
+    text = table(["config", "GPUs, servers", "layout", "states, GiB", "peak", "step, s"], rows)
     notes = ["[What the figures are](../models.md#figures)."]
     if some:
         notes.append(f"Not on every role: {'; '.join(some)}.")

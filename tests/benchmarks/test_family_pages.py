@@ -76,7 +76,7 @@ def test_a_row_by_hand() -> None:
     figures = rehearsed_of(ready, records)
     assert (figures.peak, figures.roles, figures.ranks) == (9 * GIB, 4, (0, 7))
     row, notes = layouts([ready], {ready.name: figures}).split("\n\n")
-    assert "| 16 x 80 GB | 16 GPUs | TP2 EP8 |" in row
+    assert "| 16 x 80 GB, 16 GPUs | TP2 EP8 |" in row
     assert " | 9.0 | 0 |" in row
     assert "Qwen3-30B-A3B on ranks 0, 7" in notes
     assert "has not been rehearsed" in layouts([ready], {})
