@@ -10,7 +10,7 @@ from benchmarks.family_pages.facts import ROOT, read_facts
 from benchmarks.family_pages.page import all_pages, layouts
 from benchmarks.family_pages.ready_configs import ReadyConfig, ready_configs
 from benchmarks.family_pages.rehearsed import Rehearsed, read_rehearsals, rehearsed_of, setting_of
-from megatron_gspo.gpus import GIB
+from megatron_gspo.gpus import GIB, RUNTIME_BYTES
 from megatron_gspo.models import read_config
 from megatron_gspo.models.families import FAMILIES
 from tests.equivalence.measure import MODELS
@@ -45,9 +45,10 @@ def test_every_family_and_every_ready_config_has_one_page() -> None:
 
 
 @pytest.mark.parametrize("name", REHEARSALS)
-def test_figures_are_those_of_the_config(name: str) -> None:
-    [ready] = [ready for ready in CONFIGS if ready.name == name]
+def test_figures_are_those_of_the_config_and_fit(name: str) -> None:
+    ready = config(name)
     assert REHEARSALS[name].setting == setting_of(ready), f"{name}: rehearse it again"
+    assert REHEARSALS[name].peak + RUNTIME_BYTES < ready.gpu.memory
 
 
 def test_the_peaks_of_the_readme_are_rehearsed() -> None:
