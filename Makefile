@@ -117,6 +117,7 @@ format: install
 docs: install
 	$(RUN) -m megatron_gspo.tools.write_config_reference docs/config.md
 	$(RUN) -m tests.bad_input.page
+	$(RUN) -m benchmarks.family_pages
 
 clean:
 	rm -rf $(VENV) .venv-* build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -11,7 +11,7 @@ import pytest
 from tests.structure.citations import Project, missing
 
 ROOT = Path(__file__).parents[1]
-PAGES = sorted((ROOT / "docs").glob("*.md"))
+PAGES = sorted((*(ROOT / "docs").glob("*.md"), *(ROOT / "docs" / "families").glob("*.md")))
 OTHER_PAGES = ("README.md", "CONTRIBUTING.md", "benchmarks/README.md", "patches/README.md")
 CITING = [*PAGES, *(ROOT / name for name in OTHER_PAGES)]
 # What a page cites of other projects, and names that it invents for an example.

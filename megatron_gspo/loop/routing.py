@@ -27,6 +27,7 @@ from megatron_gspo.mcore.routing_replay.gather_results import (
     routing_stats,
 )
 from megatron_gspo.mcore.routing_replay.micro_batch_routes import MicroBatchRoutes, ReplayOptions
+from megatron_gspo.mcore.routing_replay.selections import SampledSelections, changed_share
 from megatron_gspo.parallel.rank_zero import first_failure
 from megatron_gspo.routing_replay.perturbation import Perturbation, PerturbedPass
 from megatron_gspo.routing_replay.routes import RouteError, RouteShape, check_routes
@@ -65,8 +66,14 @@ class RoutingReplay:
     same_routers: bool = True
     """What the function ``same_routers`` says of the run."""
 
+    selected_positions: int = 0
+    """Positions that a query selects in sparse attention; 0 without."""
+
     measured: StepRouting = field(default_factory=StepRouting)
     """What the step measured so far."""
+
+    old_selections: list[SampledSelections] = field(default_factory=list)
+    """Of the old policy's pass."""
 
     def check_rollout_routes(self, batch: SampleBatch) -> None:
         """Check the routes that the rollout engine gave, of all layers: ``RouteError`` naming the
@@ -103,6 +110,7 @@ class RoutingReplay:
             entropy=config.metrics,
             storage=config.storage,
             perturbed_pass=self._perturbed_pass("old policy"),
+            selected_positions=self.selected_positions * config.metrics,
         )
 
     def reference_options(self) -> ReplayOptions | None:
@@ -121,6 +129,7 @@ class RoutingReplay:
             compare=config.metrics,
             storage=config.storage,
             perturbed_pass=self._perturbed_pass(phase),
+            selected_positions=self.selected_positions * config.metrics,
         )
 
     def _perturbed_pass(self, phase: str) -> PerturbedPass | None:
@@ -165,6 +174,7 @@ class RoutingReplay:
             with timers("routing"):
                 if self.config.metrics:
                     self.measured.old = routing_stats(done)
+                    self.old_selections = selections_of(done)
                 if self._compares_rollout:
                     check_route_agreement(
                         done, batch.select(positions), same_routers=self.same_routers
@@ -206,10 +216,20 @@ class RoutingReplay:
         if done is not None and self._is_used:
             with timers("routing"):
                 self.measured.updates.append(routing_stats(done))
+                if done[0].options.selected_positions:
+                    changed = changed_share(
+                        self.old_selections, selections_of(done), done[0].groups.tp
+                    )
+                    self.measured.selections_changed.append(changed)
                 self.measured.flips = (
                     flips_of_replica(done, batch) if flips and done[0].options.compare else None
                 )
                 self.measured.bytes_moved += sum(routes.bytes_moved for routes in done)
+
+
+def selections_of(done: Sequence[MicroBatchRoutes]) -> list[SampledSelections]:
+    """What a pass sampled."""
+    return [routes.selections for routes in done if routes.selections is not None]
 
 
 def stored_bytes(batch: TrainingBatch, shape: RouteShape) -> int:

@@ -189,6 +189,7 @@ def train_step(
         seed=config.seed,
         step=step,
         same_routers=same_routers(config),
+        selected_positions=run.policy.shape.selected_positions,
     )
     seed_generators(config.seed, step, ROLLOUT)
     with checkpoints.saved_on_failure(state):

@@ -83,6 +83,7 @@ class LatentAttention(MegatronModule):
             raise ValueError(
                 "multi-head latent attention with tensor parallelism needs sequence parallelism"
             )
+        self.layer_number = layer_number
         self.sizes = shape.latent
         self.rotary = shape.rotary
         self.tp_group = pg_collection.tp

@@ -186,4 +186,6 @@ class SparseLatentAttention(LatentAttention):
         selected = self.core_attention.indexer(hidden_states, query_latent, sequences)
         if selected is None:
             return super().attention(hidden_states, query_latent, sequences)
+        if sequences.routes is not None and sequences.routes.selections is not None:
+            sequences.routes.selections.record(self.layer_number, selected)
         return partial(self.core_attention.attend_selected, sequences=sequences, selected=selected)

@@ -58,8 +58,8 @@ def _glm_dsa(config: HFConfig) -> ModelShape:
     elif list(kinds) != ["full"] * layers:
         raise ModelError(
             f"indexer_types={shown(kinds)} in config.json is not supported: layers that share an"
-            f" earlier layer's selection (GLM-5.2) are not built; known: full for each of {layers}"
-            " layers"
+            " earlier layer's selection (GLM-5.2) would need it from another pipeline stage and when"
+            f" they are recomputed; known: full for each of {layers} layers"
         )
     return _indexed(config, interleaved=True)
 

@@ -311,6 +311,11 @@ class ModelShape:
         """Matrices of an MLP or an expert: up, down and perhaps gate."""
         return 2 if self.squared_relu else 3
 
+    @property
+    def selected_positions(self) -> int:
+        """Positions that a query of sparse attention attends; 0 without an indexer."""
+        return self.indexer.topk if self.indexer else 0
+
 
 def padded_vocab_size(shape: ModelShape, tensor_size: int) -> int:
     """Rows of the embedding: the vocabulary rounded up to a multiple of the tensor-parallel

@@ -27,6 +27,10 @@ class StepRouting:
     flips: np.ndarray | None = None
     """Flips of the last update, a column of its responses (`flips_of_replica`), where measured."""
 
+    selections_changed: list[float | None] = field(default_factory=list)
+    """Of each update, the share of sparse attention's selected positions that differ from the old
+    policy's; None where no sampled query was in both passes."""
+
     missing_routes: int = 0
     """Tokens whose route the rollout engine doesn't return."""
 
@@ -54,6 +58,8 @@ class StepRouting:
                 metrics["routing/load_imbalance"] = float(
                     (self.old.load.max(1) / self.old.load.mean(1)).mean()
                 )
+        if changed := [share for share in self.selections_changed if share is not None]:
+            metrics["routing/selection_flip_rate"] = float(np.mean(changed))
         if metrics or self.bytes_stored:
             metrics["routing/replay_bytes"] = float(self.bytes_stored)
             metrics["routing/bytes_moved"] = float(self.bytes_moved)

@@ -57,3 +57,9 @@ def test_the_old_policys_pass_gives_entropy_load_and_the_rollouts_flips():
         1.0,
         3.0,
     ]
+
+
+def test_selections_are_averaged_over_the_updates_that_compared_some():
+    step = StepRouting(selections_changed=[0.1, None, 0.3])
+    assert step.metrics()["routing/selection_flip_rate"] == pytest.approx(0.2)
+    assert StepRouting(selections_changed=[None]).metrics() == {}

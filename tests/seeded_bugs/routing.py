@@ -18,6 +18,13 @@ ROUTING = (
         ),
     ),
     SeededBug(
+        name="selections compared in the order of their scores",
+        file="megatron_gspo/mcore/routing_replay/selections.py",
+        before="chosen.sort(dim=-1).values",
+        after="chosen",
+        test="tests/mcore/routing_replay/test_selections.py::test_the_share_is_that_of_sets",
+    ),
+    SeededBug(
         name="routes cut in order where tokens are cut in zigzag",
         file="megatron_gspo/data/packing.py",
         before="name: value[indices] for",

@@ -14,12 +14,14 @@ import pytest
 import yaml
 
 from megatron_gspo.loop.rollout_cache import _FILE, _read_section
+from megatron_gspo.tools.make_tiny_model import character_tokenizer
 from megatron_gspo.tracking import read_metrics
 from tests.fault_injection.bitwise_diff import first_difference
 from tests.fault_injection.kill_and_resume import Reference
 from tests.fault_injection.kill_points import Target
 from tests.fault_injection.process_harness import live, warm_up
-from tests.support.training_runs import base_config, tiny_model
+from tests.support.tiny_models import save_tiny_model
+from tests.support.training_runs import WORD, base_config, tiny_model
 
 LAYERS = 2
 EXPERTS = 4
@@ -104,6 +106,31 @@ def test_r2_on_four_processes(model, tmp_path):
     check_lines(lines, rollout=False)
     files = sorted(path.name for path in (tmp_path / "r2" / "ratios").iterdir())
     assert files == ["step_000002.npz"]
+
+
+def test_selections_of_sparse_attention_are_compared_with_the_old_policys(tmp_path):
+    """The first update has the old policy's weights, the second one others."""
+    tokenizer = character_tokenizer([WORD])
+    path = save_tiny_model(
+        tmp_path / "model",
+        "glm_dsa",
+        vocab_size=len(tokenizer),
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    tokenizer.save_pretrained(path)
+    shares = {}
+    for batch_size in (16, 8):
+        config = base_config(
+            path,
+            tmp_path / f"batches_of_{batch_size}",
+            optimizer={"lr": 1e-2},
+            training={"steps": 1, "global_batch_size": batch_size},
+            evaluation={"at_start": False, "at_end": False},
+        )
+        [row], _ = run_here(config)
+        shares[batch_size] = row["routing/selection_flip_rate"]
+    assert shares[16] == 0.0 < shares[8] < 1.0
 
 
 def test_without_replay_flips_are_measured_on_a_sample(model, tmp_path):

@@ -18,7 +18,7 @@ import numpy as np
 
 from megatron_gspo.config import Config, ParallelConfig
 from megatron_gspo.gpus import Gpu
-from megatron_gspo.models.flops import forward_flops
+from megatron_gspo.models.flops import forward_flops, indexer_weights
 from megatron_gspo.models.model_shape import ModelShape
 from megatron_gspo.tools.plan.parameters import (
     embedding_parameters,
@@ -193,8 +193,11 @@ class Estimator:
 
     def states(self, parallel: ParallelConfig) -> tuple[float, float, float]:
         """Bytes of weights, gradients and optimizer. Of adapters only the frozen weights count; a
-        value model is as large as the policy."""
+        value model is as large as the policy. Indexers are not trained."""
         parameters = self.parameters_of_rank(parallel)
+        tensor = parallel.tensor_model_parallel_size
+        frozen = self.layers_of_stage(parallel) * indexer_weights(self.shape) / tensor
+        trained = (parameters[0] - frozen, parameters[1])
         weights = self._weight_bytes * sum(parameters)
         if self.config.lora.is_on:
             return weights, 0.0, 0.0
@@ -202,9 +205,9 @@ class Estimator:
         of_parameter = MOMENT_BYTES + (MASTER_BYTES if self._weight_bytes < 4 else 0)
         shards = self._data_ranks(parallel) if parallel.use_distributed_optimizer else (1, 1)
         optimizer = sum(
-            of_parameter * count / ranks for count, ranks in zip(parameters, shards, strict=True)
+            of_parameter * count / ranks for count, ranks in zip(trained, shards, strict=True)
         )
-        gradients = GRADIENT_BYTES * sum(parameters)
+        gradients = GRADIENT_BYTES * sum(trained)
         copies = policies + self.config.algorithm.needs_reference
         return copies * weights, policies * gradients, policies * optimizer
 

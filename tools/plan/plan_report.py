@@ -82,14 +82,15 @@ def rehearsed_table(layouts: Sequence[RehearsedLayout], room: float) -> str:
     problems = []
     for layout in layouts:
         name = name_of(layout.estimate.choice.parallel)
-        if layout.failure:
+        figures = layout.figures
+        if figures is None:
             problems.append(f"- {name}: {layout.failure}")
             continue
-        if not layout.fits(room):
-            problems.append(f"- {name} does not fit: {layout.peak / GIB:.1f} GiB")
-        states = [layout.states.get(kind, 0) for kind in ("weights", "gradients", "optimizer")]
-        sizes = [f"{size / GIB:.1f}" for size in (*states, layout.activations, layout.peak)]
-        times = (layout.seconds, layout.compute, layout.communication, layout.bubble)
+        if figures.peak > room:
+            problems.append(f"- {name} does not fit: {figures.peak / GIB:.1f} GiB")
+        states = [figures.states.get(kind, 0) for kind in ("weights", "gradients", "optimizer")]
+        sizes = [f"{size / GIB:.1f}" for size in (*states, figures.activations, figures.peak)]
+        times = (figures.seconds, figures.compute, figures.communication, figures.bubble)
         rows.append([name, *sizes, *(f"{seconds:.1f}" for seconds in times)])
     text = table(rows) if len(rows) > 1 else ""
     return "\n\n".join(part for part in (text, "\n".join(problems)) if part)

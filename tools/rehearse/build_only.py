@@ -17,7 +17,7 @@ from megatron_gspo.models import ModelError, family_of, read_config
 @dataclass(frozen=True)
 class Stage:
     """What one rank of a pipeline stage holds; the other ranks of the stage hold as much. rank:
-    the first one.
+    the first one. frozen_parameters: those without a gradient, such as an indexer's.
     """
 
     stage: int
@@ -25,6 +25,7 @@ class Stage:
     layers: int
     parameters: int
     expert_parameters: int
+    frozen_parameters: int
 
 
 def build_stages(config: Config, world_size: int) -> list[Stage]:
@@ -57,10 +58,16 @@ def build_stages(config: Config, world_size: int) -> list[Stage]:
                 raise ConfigError(
                     "parallel", asdict(parallel), f"Megatron refuses it: {error}", fix
                 ) from None
-            sizes = [(name, p.numel()) for chunk in chunks for name, p in chunk.named_parameters()]
-            experts = sum(size for name, size in sizes if ".mlp.experts." in name)
-            layers = sum(len(chunk.decoder.layers) for chunk in chunks)
-            stages.append(Stage(stage, rank, layers, sum(size for _, size in sizes), experts))
+            named = [item for chunk in chunks for item in chunk.named_parameters()]
+            held = Stage(
+                stage,
+                rank,
+                layers=sum(len(chunk.decoder.layers) for chunk in chunks),
+                parameters=sum(p.numel() for _, p in named),
+                expert_parameters=sum(p.numel() for name, p in named if ".mlp.experts." in name),
+                frozen_parameters=sum(p.numel() for _, p in named if not p.requires_grad),
+            )
+            stages.append(held)
     return stages
 
 

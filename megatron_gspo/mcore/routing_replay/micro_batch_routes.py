@@ -22,6 +22,11 @@ from megatron_gspo.data.packing import PackedBatch, PackLayout
 from megatron_gspo.errors import RunError
 from megatron_gspo.mcore.device_copies import copy_to_device
 from megatron_gspo.mcore.process_groups import ProcessGroups, compute_device
+from megatron_gspo.mcore.routing_replay.selections import (
+    SampledSelections,
+    names_of,
+    sampled_queries,
+)
 from megatron_gspo.routing_replay.perturbation import PerturbedPass, RoutedTokens
 from megatron_gspo.routing_replay.routes import RouteShape, balanced_routes
 from megatron_gspo.routing_replay.statistics import expert_overlap, router_entropy
@@ -47,6 +52,7 @@ class ReplayOptions:
     experts that it shares with its token's route and those of the tokens beside it. entropy:
     measure the routers' entropy. storage: where recorded ids are kept, ``device`` or ``host``
     (pinned memory, copied asynchronously). perturbed_pass: what changes the live choices, None without.
+    selected_positions: of sparse attention, whose selections are sampled; 0 without.
     """
 
     shape: RouteShape
@@ -58,6 +64,7 @@ class ReplayOptions:
     entropy: bool = False
     storage: str = "device"
     perturbed_pass: PerturbedPass | None = None
+    selected_positions: int = 0
 
     @property
     def needs_routes(self) -> bool:
@@ -82,7 +89,7 @@ class MicroBatchRoutes:
     token's choice differs from ``given``. shared: ``[3, t]`` int16, experts that the token's
     choices share with ``given`` of its own row, the next and the previous one, summed over the
     layers. uses: how often (layer, with gradient) was routed. bytes_moved: by this rank between
-    host and device.
+    host and device. selections: sampled ones of sparse attention, which reports them here, or None.
     """
 
     def __init__(
@@ -118,6 +125,7 @@ class MicroBatchRoutes:
         self.shared: Tensor | None = None
         self.uses: Counter[tuple[int, bool]] = Counter()
         self.bytes_moved = 0
+        self.selections: SampledSelections | None = None
 
     def begin_chunk(self, shard: PackedBatch, layers: Sequence[int]) -> None:
         """Take the routes of a model chunk's MoE layers, contiguous, from the context-parallel
@@ -147,6 +155,9 @@ class MicroBatchRoutes:
                 names = torch.tensor(shard.sequences)[shard.segment_ids[self.rows]]
                 tokens = torch.stack([*names.unbind(1), shard.position_ids[self.rows]])
                 wanted["tokens"] = tokens.view(torch.int32)  # as int64 it would be shortened
+            if self.options.selected_positions:
+                queries = sampled_queries(shard, self.options.selected_positions)
+                wanted["queries"] = queries
             if self.options.balanced_padding:
                 positions = shard.position_ids[self.rows]
                 routes = balanced_routes(positions.numpy(), self.options.shape)
@@ -160,6 +171,8 @@ class MicroBatchRoutes:
         self.missing = moved.get("missing", self.missing)
         if "tokens" in moved:
             self.tokens = RoutedTokens(*moved["tokens"].view(torch.int64))
+        if "queries" in moved:
+            self.selections = SampledSelections(names_of(shard, queries), moved["queries"])
         self.padding = moved.get("padding", self.padding)
         self.balanced = moved.get("balanced", self.balanced)
         self.layers += layers

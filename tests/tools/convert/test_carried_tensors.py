@@ -96,29 +96,36 @@ def test_layers_of_multi_token_prediction_come_back_unchanged(model, tmp_path):
         run("verify", source, tmp_path / "megatron")
 
 
-def test_weights_in_8_bits_are_read_as_their_dequantized_values(model, tmp_path):
+def in_8_bits(name: str, tensor: torch.Tensor) -> bool:
+    """As DeepSeek's files have it: projections, of an indexer those of its queries and keys."""
+    is_indexer = ".indexer." in name
+    wanted = (".wq_b.", ".wk.") if is_indexer else ("_proj",)
+    return tensor.dim() == 2 and any(part in name for part in wanted)
+
+
+@pytest.mark.parametrize("kind", ["deepseek", "deepseek_v32"])
+def test_weights_in_8_bits_are_read_as_their_dequantized_values(kind, model, tmp_path):
     """Blocks of 16 x 8, which do not divide every tensor; scales of each by a loop over its
-    elements. Those of multi-token prediction are carried as these values."""
+    rows. Those of multi-token prediction are carried as these values."""
+    if kind != "deepseek":
+        model = Path(save_tiny_model(tmp_path / "plain", kind, dtype=torch.bfloat16))
     quantized = {}
     expected = {}
     carried = mtp_layer()
     for name, tensor in (load_file(model / SINGLE) | carried).items():
         quantized[name] = expected[name] = tensor
-        if tensor.dim() == 2 and "_proj" in name:
+        if in_8_bits(name, tensor):
             rows, columns = tensor.shape
-            scales = (
-                torch.rand(
-                    -(-rows // 16), -(-columns // 8), generator=torch.Generator().manual_seed(rows)
-                )
-                + 0.01
-            )
+            g = torch.Generator().manual_seed(rows)
+            scales = torch.rand(-(-rows // 16), -(-columns // 8), generator=g) + 0.01
             quantized[name] = (tensor.float() * 20).to(torch.float8_e4m3fn)
             quantized[f"{name}_scale_inv"] = scales
             values = quantized[name].float()
             for i in range(rows):
-                for j in range(columns):
-                    values[i, j] *= scales[i // 16, j // 8]
+                values[i] *= scales[i // 16].repeat_interleave(8)[:columns]
             expected[name] = values.bfloat16()
+    indexers = [name for name in quantized if ".indexer." in name and name.endswith("_scale_inv")]
+    assert len(indexers) == (2 * 4 if kind == "deepseek_v32" else 0)
     settings = {"quant_method": "fp8", "weight_block_size": [16, 8]}
     assert sum(f"{name}_scale_inv" in quantized for name in carried) == 2
     source = changed(

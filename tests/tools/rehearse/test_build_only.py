@@ -40,6 +40,18 @@ def test_counts_what_each_stage_holds(model, tmp_path):
     assert not dist.is_initialized()
 
 
+def test_indexers_are_counted_as_frozen(tmp_path):
+    """Queries of the latent, keys and weights of the hidden state, the keys' norm; whole on each
+    tensor-parallel rank."""
+    path = save_tiny_model(tmp_path / "sparse", kind="glm_dsa")
+    config = make(path, tmp_path, parallel={"tensor_model_parallel_size": 2})
+    [stage] = build_stages(config, 2)
+    facts = read_config(path)
+    heads, size, hidden = (facts[key] for key in ("index_n_heads", "index_head_dim", "hidden_size"))
+    indexer = heads * size * facts["q_lora_rank"] + (size + heads) * hidden + 2 * size
+    assert stage.frozen_parameters == facts["num_hidden_layers"] * indexer
+
+
 def test_the_command_line(model, tmp_path, capsys):
     config = tmp_path / "config.yaml"
     config.write_text(make(model, tmp_path).to_yaml())

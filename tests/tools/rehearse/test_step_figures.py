@@ -5,14 +5,13 @@ from __future__ import annotations
 import pytest
 
 from megatron_gspo.gpus import GIB, Gpu
-from megatron_gspo.tools.plan.estimate import Hardware
-from megatron_gspo.tools.plan.rehearsals import communication_seconds, compute_seconds
 from megatron_gspo.tools.rehearse.op_times import rates_of
 from megatron_gspo.tools.rehearse.records import Collective, OpTotal
+from megatron_gspo.tools.rehearse.step_figures import communication_seconds, compute_seconds
 from tests.tools.rehearse.handmade import record
 
-# 100 TFLOP/s, memory 1 TB/s, NVLink 100 GB/s, network 10 GB/s, nodes of 8; half of links is reached
-HALF = Hardware(Gpu("round", 100 * GIB, 1e14, 1e12, 1e11, 1e10), 16, 0.5, 0.5)
+# 100 TFLOP/s, memory 1 TB/s, NVLink 100 GB/s, network 10 GB/s, nodes of 8
+ROUND = Gpu("round", 100 * GIB, 1e14, 1e12, 1e11, 1e10)
 
 
 def call(
@@ -35,8 +34,8 @@ def test_gradients_are_zeroed_once_a_step_and_added_in_each_micro_batch() -> Non
         ),
         phases=("forward_backward", "critic"),
     )
-    rate = rates_of(HALF.gpu).bytes["copy"]
-    assert compute_seconds(played, 3.0, HALF) == pytest.approx((1 + 3 + 1) * 1e12 / rate)
+    rate = rates_of(ROUND).bytes["copy"]
+    assert compute_seconds(played, 3.0, ROUND) == pytest.approx((1 + 3 + 1) * 1e12 / rate)
 
 
 def test_gradients_are_exchanged_once_a_step() -> None:
@@ -46,6 +45,6 @@ def test_gradients_are_exchanged_once_a_step() -> None:
         call("allgather_base", (0, 1), 10**9, "dp_cp", "optimizer"),
         call("broadcast", (0, 1), 10**9, "world", "weight_export"),
     )
-    assert communication_seconds(record(collectives=calls), 4.0, HALF) == pytest.approx(
+    assert communication_seconds(record(collectives=calls), 4.0, ROUND, 0.5) == pytest.approx(
         (4 + 1 + 1) * 0.5 / 50
     )

@@ -1,0 +1,1 @@
+"""The pages of docs/families/, from facts, ready configs and rehearsals."""

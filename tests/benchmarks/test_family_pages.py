@@ -1,0 +1,88 @@
+"""The pages of docs/families/ are those of their data, and their data is that of the configs."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from benchmarks.family_pages.facts import ROOT, read_facts
+from benchmarks.family_pages.page import all_pages, layouts
+from benchmarks.family_pages.ready_configs import ReadyConfig, ready_configs
+from benchmarks.family_pages.rehearsed import Rehearsed, read_rehearsals, rehearsed_of, setting_of
+from megatron_gspo.gpus import GIB, RUNTIME_BYTES
+from megatron_gspo.models import read_config
+from megatron_gspo.models.families import FAMILIES
+from tests.equivalence.measure import MODELS
+from tests.tools.rehearse.handmade import memory, point, record
+
+PAGES = read_facts()
+CONFIGS = ready_configs()
+REHEARSALS = read_rehearsals()
+TEXTS = all_pages(PAGES, CONFIGS, REHEARSALS)
+
+
+@pytest.mark.parametrize("path", TEXTS, ids=lambda path: path.stem)
+def test_a_page_is_that_of_its_data(path) -> None:
+    assert path.read_text(encoding="utf-8") == TEXTS[path], "run python -m benchmarks.family_pages"
+
+
+def test_no_other_page_lies_in_the_folder() -> None:
+    assert set((ROOT / "docs" / "families").iterdir()) == set(TEXTS) - {ROOT / "docs" / "models.md"}
+
+
+def test_every_family_and_every_ready_config_has_one_page() -> None:
+    variants = [variant for facts in PAGES for variant in facts.variants]
+    parts_of_others = {"qwen3_5_moe_text", "qwen3_5_text"}
+    assert {variant.type for variant in variants} == set(FAMILIES) - parts_of_others
+    names = [variant.name for variant in variants]
+    assert len(names) == len(set(names))
+    assert {ready.model for ready in CONFIGS} <= set(names)
+    for variant in variants:
+        if variant.config is not None:
+            assert read_config(variant.config)["model_type"] == variant.type
+    assert {model for facts in PAGES for model in facts.models} <= set(MODELS)
+
+
+@pytest.mark.parametrize("name", REHEARSALS)
+def test_figures_are_those_of_the_config_and_fit(name: str) -> None:
+    ready = config(name)
+    assert REHEARSALS[name].setting == setting_of(ready), f"{name}: rehearse it again"
+    assert REHEARSALS[name].peak + RUNTIME_BYTES < ready.gpu.memory
+
+
+def test_the_peaks_of_the_readme_are_rehearsed() -> None:
+    rows = re.findall(
+        r"^\| .*`\w+/(\w+)\.yaml` \|.*\| ([\d.]+) GiB \|$",
+        (ROOT / "README.md").read_text(encoding="utf-8"),
+        re.MULTILINE,
+    )
+    assert len(rows) > 4
+    for name, peak in rows:
+        if name in REHEARSALS:
+            assert f"{REHEARSALS[name].peak / GIB:.1f}" == peak, name
+
+
+def config(name: str) -> ReadyConfig:
+    return next(ready for ready in CONFIGS if ready.name == name)
+
+
+def test_a_row_by_hand() -> None:
+    """The fullest rank's bytes; a rank that stands for another role is not told as all of them."""
+    ready = config("qwen3_30b_a3b_4x8_gspo")
+    records = [
+        record(rank, world=16, memory=memory(point(weights=size * GIB, activations=GIB)))
+        for rank, size in ((0, 7), (7, 8))
+    ]
+    figures = rehearsed_of(ready, records)
+    assert (figures.peak, figures.roles, figures.ranks) == (9 * GIB, 4, (0, 7))
+    row, notes = layouts([ready], {ready.name: figures}).split("\n\n")
+    assert "| 16 x 80 GB, 16 GPUs | TP2 EP8 |" in row
+    assert " | 9.0 | 0 |" in row
+    assert "Qwen3-30B-A3B on ranks 0, 7" in notes
+    assert "has not been rehearsed" in layouts([ready], {})
+
+
+def test_a_step_is_the_sum_of_its_parts() -> None:
+    figures = Rehearsed({}, (0,), 1, 1, 2, 3, 4, 10, compute=1.0, communication=0.5, bubble=0.25)
+    assert (figures.states, figures.seconds) == (6, 1.75)
