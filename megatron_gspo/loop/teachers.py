@@ -1,14 +1,16 @@
-"""The teachers of on-policy distillation: a model in the trainer, or servers."""
+"""The teachers of on-policy distillation: models in the trainer, and servers."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
 
 from megatron_gspo.config import Config
+from megatron_gspo.data.micro_batch_plan import MicroBatchPlan
 from megatron_gspo.data.packing import PackedRow
+from megatron_gspo.data.sample_batch import BatchTable
 from megatron_gspo.data.training_batch import TrainingBatch
 from megatron_gspo.errors import EngineError, SharedEngineError
 from megatron_gspo.loop.step_plan import StepPlan
@@ -23,8 +25,8 @@ from megatron_gspo.rollout.server_engine.scoring_client import ScoringClient
 class Teacher(Protocol):
     """Scores the policy's samples."""
 
-    def score(self, batch: TrainingBatch, plan: StepPlan) -> TeacherScores:
-        """Columns of the batch's responses. A collective of the world."""
+    def score(self, batch: TrainingBatch, plan: MicroBatchPlan) -> TeacherScores:
+        """Columns of the batch's responses. A collective of the world. plan: of the batch."""
         ...
 
     def close(self) -> None:
@@ -42,7 +44,7 @@ class TrainerTeacher:
         self._vocab_size = vocab_size
         model.memory.release()
 
-    def score(self, batch: TrainingBatch, plan: StepPlan) -> TeacherScores:
+    def score(self, batch: TrainingBatch, plan: MicroBatchPlan) -> TeacherScores:
         """See `Teacher.score`."""
         return compute_teacher_scores(
             self._model,
@@ -51,7 +53,7 @@ class TrainerTeacher:
             temperature=self._config.rollout.temperature,
             vocab_size=self._vocab_size,
             top_k=self._config.distillation.top_k,
-            plan=plan.first_epoch,
+            plan=plan,
         )
 
     def close(self) -> None:
@@ -65,7 +67,7 @@ class ServerTeacher:
         self._client = client
         self._groups = groups
 
-    def score(self, batch: TrainingBatch, plan: StepPlan) -> TeacherScores:
+    def score(self, batch: TrainingBatch, plan: MicroBatchPlan) -> TeacherScores:
         """See `Teacher.score`. Raises SharedEngineError where the servers do not score the batch."""
         groups = self._groups
         asks = batch.has_loss and groups.tp.rank() == 0 and groups.cp.rank() == 0
@@ -99,6 +101,62 @@ class ServerTeacher:
         for row, scores in zip(rows, self._client.score(sequences), strict=True):
             predicted = row.predicted(int(batch.table["prompt_length"][row.sample]))
             views[row.sample][predicted.response] = scores[predicted.packed]
+
+
+class Teachers:
+    """The teachers of a run by their names; the only one is ""."""
+
+    def __init__(self, teachers: Mapping[str, Teacher], chosen: np.ndarray | None = None) -> None:
+        """chosen: [prompts], the position among ``teachers`` of each prompt's; None: there is one."""
+        self._teachers = dict(teachers)
+        self._chosen = chosen
+
+    @property
+    def names(self) -> list[str]:
+        """Of several teachers; empty for one."""
+        return [] if self._chosen is None else list(self._teachers)
+
+    def numbers(self, batch: BatchTable) -> np.ndarray:
+        """[N]: the position of each sample's teacher among the teachers."""
+        if self._chosen is None:
+            return np.zeros(len(batch), dtype=np.int32)
+        return self._chosen[batch.table["prompt_index"]]
+
+    def score(self, batch: TrainingBatch, plan: StepPlan) -> TeacherScores:
+        """Columns of the batch's responses, each of its prompt's teacher. A collective of the world.
+        plan: of the step that trains the batch."""
+        if self._chosen is None:
+            [only] = self._teachers.values()
+            return only.score(batch, plan.first_epoch)
+        numbers = self.numbers(batch)
+        parts: list[tuple[np.ndarray, TeacherScores]] = []
+        for number, teacher in enumerate(self._teachers.values()):
+            positions = np.flatnonzero(numbers == number)
+            if len(positions):
+                part = batch.select(positions)
+                scores = teacher.score(part, plan.of_samples(batch, positions.tolist()))
+                parts.append((np.isin(batch.responses.positions, positions), scores))
+        return _joined(batch, parts)
+
+    def close(self) -> None:
+        """Release what is outside the process."""
+        for teacher in self._teachers.values():
+            teacher.close()
+
+
+def _joined(
+    batch: TrainingBatch, parts: Sequence[tuple[np.ndarray, TeacherScores]]
+) -> TeacherScores:
+    """parts: which [n] of the batch's responses, and their scores, end to end."""
+
+    def column(name: str) -> np.ndarray:
+        first = getattr(parts[0][1], name)
+        values = np.zeros((batch.responses.num_tokens, *first.shape[1:]), dtype=first.dtype)
+        for chosen, scores in parts:
+            values[batch.responses.repeat(chosen)] = getattr(scores, name)
+        return values
+
+    return TeacherScores(column("log_probs"), column("top_ids"), column("top_log_probs"))
 
 
 def _rows(batch: TrainingBatch) -> Iterator[PackedRow]:

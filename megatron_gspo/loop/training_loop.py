@@ -215,9 +215,9 @@ def train_step(
     batch, score_metrics = with_log_probs(
         batch, run.policy, run.reference, config, plan, routing, timers
     )
-    if run.teacher is not None:
+    if run.teachers is not None:
         with checkpoints.saved_on_failure(state):
-            batch = with_teacher_scores(batch, run.teacher, plan, timers)
+            batch = with_teacher_scores(batch, run.teachers, plan, timers)
     batch, mask_metrics = mask_samples(
         batch, step=step, truncated=config.algorithm.truncated == "mask"
     )
@@ -226,8 +226,8 @@ def train_step(
     batch = with_advantages(
         batch, config.algorithm, max_response_length=config.rollout.max_response_length
     )
-    if run.teacher is not None:
-        batch, teacher_metrics = with_teacher_advantages(batch, config.distillation)
+    if run.teachers is not None:
+        batch, teacher_metrics = with_teacher_advantages(batch, config.distillation, run.teachers)
         score_metrics |= teacher_metrics
     batch, correction_metrics = correct_mismatch(batch, config.algorithm)
     metrics = rollout.metrics | score_metrics | mask_metrics | correction_metrics

@@ -73,3 +73,25 @@ def test_a_run_is_scored_by_its_teacher(model: str, sharper: str, tmp_path: Path
             assert (0 < row.get("distillation/top_k_mass", 0) < 1) == (top_k > 0)
         first[top_k] = steps[0]["distillation/kl"]
     assert first[0] == first[8] > 1  # of the same samples
+
+
+def test_each_source_has_its_teacher(model: str, sharper: str, tmp_path: Path) -> None:
+    """On two replicas, one teacher being the policy itself."""
+    run_dir = tmp_path / "run"
+    config = config_of(model, run_dir, model, top_k=8)
+    teachers = [{"name": "own", "teacher": model}, {"name": "sharp", "teacher": sharper}]
+    del config["distillation"]["teacher"]
+    config["distillation"]["teachers"] = teachers
+    task = config["data"].pop("task")
+    other = {**task, "kwargs": {"min_word_len": 5, "max_word_len": 6}}
+    config["data"]["sources"] = [
+        {"name": "sharp", "task": task, "weight": 3},
+        {"name": "own", "task": other},
+    ]
+    config["training"]["steps"] = 1
+    launch(config, 2)
+    [step] = [row for row in read_metrics(run_dir) if row["step"]]
+    assert step["distillation/kl/own"] == pytest.approx(0, abs=1e-6)
+    assert step["distillation/kl/sharp"] > 1
+    assert step["distillation/kl"] == pytest.approx(0.75 * step["distillation/kl/sharp"], rel=0.2)
+    assert 0 < step["distillation/top_k_mass/own"] < step["distillation/top_k_mass/sharp"] < 1
