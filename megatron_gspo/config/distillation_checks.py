@@ -17,6 +17,7 @@ from megatron_gspo.config.distillation_section import (
 from megatron_gspo.config.fields import default_of, field_types
 from megatron_gspo.config.rollout_sections import RolloutConfig
 from megatron_gspo.config.server_checks import check_urls
+from megatron_gspo.config.training_sections import TrainingConfig
 from megatron_gspo.models.config_defaults import HFConfig
 
 
@@ -25,6 +26,7 @@ def check_distillation(
     algorithm: AlgorithmConfig,
     rollout: RolloutConfig,
     data: DataConfig,
+    training: TrainingConfig,
 ) -> None:
     """The objective takes an advantage per token, the section's keys have an effect, and a prompt
     can name its teacher."""
@@ -38,8 +40,26 @@ def check_distillation(
         _check_choice(distillation, data)
     else:
         _refuse_set(distillation, ["teacher_field"], "without distillation.teachers")
+    if distillation.takes_all_ids:
+        _check_all_ids(distillation, training)
     for teacher in distillation.by_name.values():
         _check_urls(teacher, distillation, rollout)
+
+
+def _check_all_ids(distillation: DistillationConfig, training: TrainingConfig) -> None:
+    """The updates read hidden states of one teacher, of micro-batches that it has scored."""
+    problem = ""
+    if len(distillation.teachers) > 1:
+        problem = (
+            f"needs the hidden states of one teacher, and there are {len(distillation.teachers)}"
+        )
+    if training.ppo_epochs > 1:
+        problem = (
+            "needs the micro-batches that the teacher has scored, and training.ppo_epochs ="
+            f" {training.ppo_epochs} packs others"
+        )
+    if problem:
+        raise ConfigError("distillation.top_k", "all", problem, "set a number, 32 is usual")
 
 
 def _refuse_set(
@@ -147,7 +167,7 @@ def check_teacher_model(teacher: TeacherConfig, hf: HFConfig, policy: HFConfig) 
 
 def check_top_k(distillation: DistillationConfig, policy: HFConfig) -> None:
     """The policy has so many ids. policy: its config.json."""
-    if distillation.top_k > policy["vocab_size"]:
+    if distillation.num_ids > policy["vocab_size"]:
         problem = f"the policy has {policy['vocab_size']} ids"
         raise ConfigError(
             "distillation.top_k", distillation.top_k, problem, "lower it, 32 is usual"

@@ -61,14 +61,24 @@ class DistillationConfig(TeacherServersConfig, Distillation):
     """Weight of the rewards' advantages beside it; with 0 rewards are metrics alone."""
     forward_weight: Annotated[float, Ge(0), Le(1)] = 0.0
     """Share of the forward KL in the divergence: 0 is the reverse KL, 1 the forward KL."""
-    top_k: Annotated[int, Ge(0)] = 0
-    """The teacher's most likely ids per position whose terms are summed exactly
+    top_k: Annotated[int, Ge(0)] | Literal["all"] = 0
+    """The teacher's most likely ids per position whose terms are summed exactly, or all ids
     (docs/distillation.md)."""
 
     @property
     def is_on(self) -> bool:
         """Whether there is a teacher."""
         return self.teacher is not None or bool(self.teachers)
+
+    @property
+    def takes_all_ids(self) -> bool:
+        """Whether the divergence is over the whole vocabulary."""
+        return self.top_k == "all"
+
+    @property
+    def num_ids(self) -> int:
+        """The most likely ids that a teacher names: none with all."""
+        return 0 if self.top_k == "all" else self.top_k
 
     @property
     def by_name(self) -> Mapping[str, TeacherConfig]:

@@ -211,7 +211,9 @@ class Config:
         check_algorithm(
             self.algorithm, self.rollout, self.model, needs_groups=self.distillation.needs_groups
         )
-        check_distillation(self.distillation, self.algorithm, self.rollout, self.data)
+        check_distillation(
+            self.distillation, self.algorithm, self.rollout, self.data, self.training
+        )
         check_sampling(self.rollout, self.evaluation)
         check_support(
             self.rollout,

@@ -11,19 +11,21 @@ from megatron_gspo.data.training_batch import TrainingBatch
 from megatron_gspo.loop.step_plan import StepPlan
 from megatron_gspo.loop.teachers import Teachers
 from megatron_gspo.loop.timers import Timers
+from megatron_gspo.mcore.teacher_states import TeacherStates
 
 
 def with_teacher_scores(
     batch: TrainingBatch, teachers: Teachers, plan: StepPlan, timers: Timers
-) -> TrainingBatch:
-    """The batch with the columns of its teachers."""
+) -> tuple[TrainingBatch, TeacherStates | None]:
+    """The batch with the columns of its teachers, and what the updates read of the teacher for the
+    divergence over the whole vocabulary."""
     with timers("teacher"):
         scores = teachers.score(batch, plan)
     batch = batch.with_column("teacher_log_probs", scores.log_probs)
     if scores.top_ids.shape[1]:
         batch = batch.with_column("teacher_top_ids", scores.top_ids)
         batch = batch.with_column("teacher_top_log_probs", scores.top_log_probs)
-    return batch
+    return batch, scores.states
 
 
 def with_teacher_advantages(
@@ -32,8 +34,8 @@ def with_teacher_advantages(
     """A batch with old log-probs, teachers' scores and the rewards' advantages, with the sum of both
     advantages; ``distillation/*``. A collective of the batch's group.
 
-    A sampled token that is among the teacher's most likely ids has none of the teacher's: its term
-    is in the loss.
+    A sampled token whose term is in the loss, as one among the teacher's most likely ids, has none of
+    the teacher's.
     """
     responses = batch.responses
     old_log_probs = responses["old_log_probs"]
@@ -41,7 +43,9 @@ def with_teacher_advantages(
     of_teacher = token_advantages(
         distillation, torch.from_numpy(old_log_probs), torch.from_numpy(teacher_log_probs)
     ).numpy()
-    if distillation.top_k:
+    if distillation.takes_all_ids:
+        of_teacher = np.zeros_like(of_teacher)
+    elif distillation.num_ids:
         sampled = batch.response_tokens
         is_summed = (responses["teacher_top_ids"] == sampled[:, None]).any(axis=1)
         of_teacher = np.where(is_summed, 0, of_teacher)
@@ -57,7 +61,7 @@ def _metrics(
     responses = batch.responses
     trained = responses["loss_mask"]
     values = {"kl": responses["old_log_probs"] - responses["teacher_log_probs"]}
-    if distillation.top_k:
+    if distillation.num_ids:
         shares = np.exp(responses["teacher_top_log_probs"], dtype=np.float64)
         values["top_k_mass"] = shares.sum(axis=1)
     numbers = responses.repeat(teachers.numbers(batch)[responses.positions])

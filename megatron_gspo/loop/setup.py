@@ -261,4 +261,4 @@ def build_teacher(config: Config, teacher: TeacherConfig, policy: Policy) -> Tea
         RoutingConfig(metrics=False),  # the teacher's routers choose for themselves
     )
     frozen = build_policy(model, config.parallel, policy.groups, optimizer=None, options=options)
-    return TrainerTeacher(frozen, config, policy.shape.vocab_size)
+    return TrainerTeacher(frozen, config, policy)

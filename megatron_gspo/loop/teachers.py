@@ -37,22 +37,23 @@ class Teacher(Protocol):
 class TrainerTeacher:
     """A model in the policy's layout. Its weights are on the device only while it scores."""
 
-    def __init__(self, model: Policy, config: Config, vocab_size: int) -> None:
-        """vocab_size: of the policy."""
+    def __init__(self, model: Policy, config: Config, policy: Policy) -> None:
         self._model = model
         self._config = config
-        self._vocab_size = vocab_size
+        self._policy = policy
         model.memory.release()
 
     def score(self, batch: TrainingBatch, plan: MicroBatchPlan) -> TeacherScores:
         """See `Teacher.score`."""
+        distillation = self._config.distillation
         return compute_teacher_scores(
             self._model,
             batch,
             self._config.training,
             temperature=self._config.rollout.temperature,
-            vocab_size=self._vocab_size,
-            top_k=self._config.distillation.top_k,
+            vocab_size=self._policy.shape.vocab_size,
+            top_k=distillation.num_ids,
+            states_for=self._policy if distillation.takes_all_ids else None,
             plan=plan,
         )
 

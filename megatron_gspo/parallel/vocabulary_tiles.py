@@ -13,6 +13,12 @@ from torch import Tensor
 
 from megatron_gspo.kernels import row_kernels_apply
 from megatron_gspo.kernels.operators import logit_gradient, logit_statistics
+from megatron_gspo.parallel.teacher_tiles import (
+    Comparison,
+    TeacherFactors,
+    TeacherRows,
+    compare_tile,
+)
 
 TILE = {"cpu": (1024, 384), "cuda": (8192, 8192)}
 """Preferred (tokens, vocabulary) of a tile: one that fits in a CPU core's cache, one that fills a
@@ -111,17 +117,30 @@ class LocalStatistics:
     tile_maxima: Tensor  # [tiles, T], of each tile of the vocabulary
     tile_totals: Tensor  # [tiles, T]: sum exp(x - tile's maximum)
     kept: list[Tensor]  # the logits, tile after tile, or none
+    compared: Comparison | None  # with a teacher
+    teacher_tiles: Comparison | None  # [tiles, T], of each tile of the vocabulary
 
     def packed(self) -> Tensor:
-        """[2 + K or 3 + K, T]: maximum, total, the labels and the moment, if there is one."""
-        rows = torch.cat((torch.stack((self.maximum, self.total)), self.label.t()))
-        return rows if self.moment is None else torch.cat((rows, self.moment[None]))
+        """[2 + K + ..., T]: maximum, total, the labels, the moment and the comparison with a teacher,
+        if there are these."""
+        rows = [torch.stack((self.maximum, self.total)), self.label.t()]
+        if self.moment is not None:
+            rows.append(self.moment[None])
+        if self.compared is not None:
+            rows.append(self.compared.packed())
+        return torch.cat(rows)
 
 
 def local_statistics(
-    hidden: Tensor, weight: Tensor, labels: Tensor, tiling: Tiling, with_entropy: bool
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    tiling: Tiling,
+    with_entropy: bool,
+    teacher: TeacherRows | None = None,
 ) -> LocalStatistics:
     """Per-token statistics over this rank's rows. hidden: [T, h] from ``operand``; labels: [T, K].
+    teacher: what the logits are compared with.
 
     The softmax of a tile also gives its sum: its largest entry is exp(0) / sum. One fused pass is
     cheaper than exponentials and their sum, and the tiles need no running maximum.
@@ -136,6 +155,9 @@ def local_statistics(
     label = hidden.new_zeros(labels.shape, dtype=tiling.dtype)
     kept: list[Tensor] = []
     scratch = _Scratch.of(hidden, tiling, 2 if with_entropy else 1)
+    beside = None if teacher is None else _TeacherScratch.of(teacher, tiling)
+    teacher_tiles = hidden.new_zeros((4, *tiles.shape[1:]), dtype=tiling.dtype)
+    teacher_tiles[0].fill_(torch.finfo(tiling.dtype).min)
     positions = _label_positions(labels, tiling)
     chunks = [
         (t0, t1, hidden[t0:t1], positions.cut(t0, t1), label[t0:t1])
@@ -143,6 +165,7 @@ def local_statistics(
     ]
     for i, (v0, v1) in enumerate(spans):
         columns = weight[v0:v1].to(hidden.dtype).t()
+        teacher_columns = None if beside is None else beside.columns(v0, v1)
         for t0, t1, chunk_hidden, chunk_positions, chunk_label in chunks:
             buffers = scratch.views(t1 - t0, v1 - v0)
             logits = buffers[0]
@@ -152,6 +175,9 @@ def local_statistics(
             _logits(chunk_hidden, columns, tiling.scale, logits)
             column, inside = chunk_positions.in_tile(i, v1 - v0)
             torch.where(inside, logits.gather(1, column), chunk_label, out=chunk_label)
+            if beside is not None:
+                teacher_logits, *others = beside.logits(t0, t1, teacher_columns)
+                teacher_tiles[:, i, t0:t1] = compare_tile(logits, teacher_logits, others)
             _summarize(tiles[:, i, t0:t1], logits, buffers)
     if spans:
         tiles[1].reciprocal_()
@@ -159,7 +185,18 @@ def local_statistics(
     shift = tiles[0] - maximum
     weights = tiles[1] * shift.exp()
     moment = (weights * shift.add_(tiles[2])).sum(0) if with_entropy else None
-    return LocalStatistics(maximum, weights.sum(0), label, moment, tiles[0], tiles[1], kept)
+    of_tiles = None if teacher is None else Comparison(*teacher_tiles)
+    return LocalStatistics(
+        maximum=maximum,
+        total=weights.sum(0),
+        label=label,
+        moment=moment,
+        tile_maxima=tiles[0],
+        tile_totals=tiles[1],
+        kept=kept,
+        compared=None if of_tiles is None else of_tiles.summed(tiles[0], tiles[1]),
+        teacher_tiles=of_tiles,
+    )
 
 
 def local_gradients(
@@ -171,13 +208,14 @@ def local_gradients(
     tiling: Tiling,
     needed: tuple[bool, bool],
     total: Tensor | None = None,
+    teacher: tuple[TeacherRows, TeacherFactors] | None = None,
 ) -> tuple[Tensor | None, Tensor | None]:
     """This rank's part of hidden's gradient, [T, h] in tiling.dtype, and the weight's, in its own
     dtype.
 
     Both are summed in tiling.dtype; one that is not needed is None. hidden: [T, h] from
     ``operand``; labels: [T, K]; kept: the logits of the forward, tile after tile, or none. total:
-    what the weight's gradient is added to, in tiling.dtype; it is returned.
+    what the weight's gradient is added to, in tiling.dtype; it is returned. teacher: with a slope.
     """
     tokens = hidden.shape[0]
     grad_hidden = hidden.new_zeros(hidden.shape, dtype=tiling.dtype) if needed[0] else None
@@ -185,9 +223,13 @@ def local_gradients(
     if total is None and needed[1]:
         grad_weight = weight.new_empty(weight.shape)
         grad_weight[tiling.rows if tokens else 0 :].zero_()
-    scratch = _Scratch.of(hidden, tiling, 1 if factors.slope is None else 2)
+    scratch = _Scratch.of(
+        hidden, tiling, 1 if factors.slope is None else 2, has_kernels=teacher is None
+    )
     positions = _label_positions(labels, tiling)
-    packed = factors.packed() if row_kernels_apply(scratch.buffers[0]) else None
+    has_kernel = row_kernels_apply(scratch.buffers[0]) and teacher is None
+    packed = factors.packed() if has_kernel else None
+    beside = None if teacher is None else _TeacherScratch.of(teacher[0], tiling)
     local_labels = labels - tiling.first
     chunks = [
         (
@@ -203,6 +245,7 @@ def local_gradients(
     kept_tiles = iter(kept)
     for i, (v0, v1) in enumerate(_spans(tiling.rows, tiling.tile[1])):
         rows = weight[v0:v1].to(hidden.dtype)
+        teacher_columns = None if beside is None else beside.columns(v0, v1)
         # A view where the dtype is the weight's, else a buffer that is written back below.
         grad_rows = None if grad_weight is None else grad_weight[v0:v1]
         if grad_rows is not None and grad_rows.dtype != tiling.dtype:
@@ -220,6 +263,16 @@ def local_gradients(
                 grad_logits = _grad_logits(
                     logits, chunk_positions.in_tile(i, v1 - v0), chunk_factors, i, buffers
                 )
+                if beside is not None:
+                    teacher_logits, other, _ = beside.logits(t0, t1, teacher_columns)
+                    teacher[1].cut(t0, t1).subtract_from(
+                        grad_logits,
+                        i,
+                        buffers[-1],
+                        chunk_factors.tile_probabilities[i],
+                        teacher_logits,
+                        other,
+                    )
                 grad_logits = grad_logits.to(hidden.dtype)
             if grad_rows is not None:
                 is_first = total is None and t0 == 0
@@ -271,11 +324,14 @@ class _Scratch:
     made: dict[tuple[int, int], list[Tensor]]
 
     @classmethod
-    def of(cls, like: Tensor, tiling: Tiling, count: int) -> "_Scratch":
-        """``count`` buffers, or the one for logits where the kernels run, which need no other."""
+    def of(
+        cls, like: Tensor, tiling: Tiling, count: int, *, has_kernels: bool = True
+    ) -> "_Scratch":
+        """``count`` buffers, or the one for logits where the kernels run, which need no other.
+        has_kernels: whether they could."""
         size = tiling.tile[0] * tiling.tile[1]
         logits = like.new_empty(size, dtype=tiling.dtype)
-        others = 0 if row_kernels_apply(logits) else count - 1
+        others = 0 if has_kernels and row_kernels_apply(logits) else count - 1
         return cls([logits, *(torch.empty_like(logits) for _ in range(others))], {})
 
     def views(self, tokens: int, vocabulary: int) -> list[Tensor]:
@@ -288,6 +344,29 @@ class _Scratch:
                 buffer[: tokens * vocabulary].view(shape) for buffer in self.buffers
             ]
         return self.made[shape]
+
+
+@dataclass(frozen=True)
+class _TeacherScratch:
+    """Buffers for a teacher's logits and for two more tiles."""
+
+    teacher: TeacherRows
+    tiling: Tiling
+    scratch: _Scratch
+
+    @classmethod
+    def of(cls, teacher: TeacherRows, tiling: Tiling) -> "_TeacherScratch":
+        return cls(teacher, tiling, _Scratch.of(teacher.hidden, tiling, 3, has_kernels=False))
+
+    def columns(self, start: int, end: int) -> Tensor:
+        """[h', v]: rows [start, end) of the weight as `_logits` takes them."""
+        return self.teacher.weight[start:end].to(self.teacher.hidden.dtype).t()
+
+    def logits(self, start: int, end: int, columns: Tensor) -> list[Tensor]:
+        """Those of tokens [start, end), and two buffers of their shape."""
+        buffers = self.scratch.views(end - start, columns.shape[1])
+        _logits(self.teacher.hidden[start:end], columns, self.tiling.scale, buffers[0])
+        return buffers
 
 
 def _logits(hidden: Tensor, columns: Tensor, scale: float, out: Tensor) -> None:

@@ -105,10 +105,17 @@ def test_other_objectives_in_every_cut(models, arrangement):
 @pytest.mark.slow
 @pytest.mark.parametrize("arrangement", FAMILIES["moonlight"], ids=lambda a: a.name)
 def test_top_ids(models, arrangement):
-    """Of a teacher and of the rollout engine. A third of the layouts, beside those of the other objectives."""
+    """Of a teacher, some and all, and of the rollout engine. A third of the layouts, beside those
+    of the other objectives.
+    """
     check(
         models("moe"),
-        special(arrangement, ("distilled, centred", "packed"), ("centred, replayed", "one by one")),
+        special(
+            arrangement,
+            ("distilled, centred", "packed"),
+            ("distilled over all ids", "one by one"),
+            ("centred, replayed", "one by one"),
+        ),
     )
 
 
