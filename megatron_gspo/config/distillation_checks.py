@@ -142,9 +142,9 @@ def _check_urls(
     if not teacher.urls:
         _refuse_set(teacher, ["engine", "api_key_file"], f"without {key}", teacher.prefix)
         return
-    if distillation.top_k:
-        problem = "needs the teacher's most likely ids, which are not requested of servers"
-        fix = f"set it to 0, or remove {key}"
+    if distillation.takes_all_ids:
+        problem = "needs the teacher's hidden states, which servers do not give"
+        fix = f"set a number, or remove {key}"
         raise ConfigError("distillation.top_k", distillation.top_k, problem, fix)
     if rollout.temperature != 1.0:
         problem = f"servers score given tokens at temperature 1, with {key}"

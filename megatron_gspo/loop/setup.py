@@ -249,16 +249,21 @@ def build_teacher(config: Config, teacher: TeacherConfig, policy: Policy) -> Tea
     shape = family_of(read_config(teacher.teacher))[1]
     if teacher.urls:
         api = SERVER_KINDS[teacher.engine].api
-        client = ScoringClient(teacher.servers, api, ServedModel(shape))
+        # An id that the policy does not have is refused.
+        served = replace(shape, vocab_size=policy.shape.vocab_size)
+        model = ServedModel(served, top_log_probs=config.distillation.num_ids)
+        client = ScoringClient(teacher.servers, api, model)
         return ServerTeacher(client, policy.groups)
-    model = replace(config.model, path=teacher.teacher, init="pretrained")
+    frozen_model = replace(config.model, path=teacher.teacher, init="pretrained")
     options = check_megatron_options(
         config.megatron,
         shape,
         config.parallel,
-        model,
+        frozen_model,
         config.optimizer,
         RoutingConfig(metrics=False),  # the teacher's routers choose for themselves
     )
-    frozen = build_policy(model, config.parallel, policy.groups, optimizer=None, options=options)
+    frozen = build_policy(
+        frozen_model, config.parallel, policy.groups, optimizer=None, options=options
+    )
     return TrainerTeacher(frozen, config, policy)

@@ -72,11 +72,13 @@ class ServerTeacher:
         """See `Teacher.score`. Raises SharedEngineError where the servers do not score the batch."""
         groups = self._groups
         asks = batch.has_loss and groups.tp.rank() == 0 and groups.cp.rank() == 0
-        log_probs = np.zeros(batch.responses.num_tokens, dtype=np.float32)
+        count = self._client.top_count
+        # Log-probs, those of the most likely ids, and these, which float32 holds up to 2^24.
+        scores = np.zeros((batch.responses.num_tokens, 1 + 2 * count), dtype=np.float32)
 
         def ask() -> None:
             try:
-                self._fill(log_probs, batch)
+                self._fill(scores, batch)
             except EngineError as error:
                 raise SharedEngineError(str(error)) from error
 
@@ -84,22 +86,29 @@ class ServerTeacher:
         if batch.has_loss:
             for group in (groups.cp, groups.tp):
                 if group.size() > 1:
-                    log_probs = broadcast_array(log_probs, group, 0)
-        nothing = np.zeros((len(log_probs), 0), dtype=np.float32)
-        return TeacherScores(log_probs, top_ids=nothing.astype(np.int32), top_log_probs=nothing)
+                    scores = broadcast_array(scores, group, 0)
+        return TeacherScores(
+            log_probs=scores[:, 0].copy(),
+            top_log_probs=scores[:, 1 : 1 + count].copy(),
+            top_ids=scores[:, 1 + count :].astype(np.int32),
+        )
 
     def close(self) -> None:
         """See `Teacher.close`."""
         self._client.close()
 
-    def _fill(self, log_probs: np.ndarray, batch: TrainingBatch) -> None:
+    def _fill(self, values: np.ndarray, batch: TrainingBatch) -> None:
         rows = list(_rows(batch))
         sequences = [
             batch.inputs.of_sample("tokens", row.sample)[row.offset : row.offset + row.length]
             for row in rows
         ]
-        views = batch.responses.split(log_probs)
-        for row, scores in zip(rows, self._client.score(sequences), strict=True):
+        views = batch.responses.split(values)
+        for row, scored in zip(rows, self._client.score(sequences), strict=True):
+            columns = [scored.log_probs[:, None]]
+            if scored.top_ids is not None and scored.top_log_probs is not None:
+                columns += [scored.top_log_probs, scored.top_ids.astype(np.float32)]
+            scores = np.concatenate(columns, axis=1)
             predicted = row.predicted(int(batch.table["prompt_length"][row.sample]))
             views[row.sample][predicted.response] = scores[predicted.packed]
 

@@ -29,6 +29,7 @@ from tests.support.server_clients import (
     prompts_of,
 )
 from tests.support.server_engine import ServerEngine
+from tests.support.server_teacher import assert_teachers_agree
 from tests.support.ties import without_ties
 from tests.support.transformers_reference import load_reference, response_log_probs
 
@@ -122,3 +123,9 @@ def test_scores_of_given_tokens(engine: ServerEngine, sglang_model: str) -> None
         )
         expected = response_log_probs(model, as_sample)[0].detach().numpy()
         np.testing.assert_allclose(values, expected, rtol=0, atol=TOLERANCE)
+
+
+def test_as_a_teacher_it_agrees_with_the_trainer(
+    samples: list[Sample], sglang_url: str, sglang_model: str
+) -> None:
+    assert_teachers_agree([sglang_url], sglang_model, "sglang", samples)
