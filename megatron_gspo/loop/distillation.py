@@ -60,20 +60,28 @@ def _metrics(
     """Means over trained tokens, and over those of each of several teachers."""
     responses = batch.responses
     trained = responses["loss_mask"]
-    values = {"kl": responses["old_log_probs"] - responses["teacher_log_probs"]}
+    ones = np.ones(len(trained))
+    log_ratios = responses["old_log_probs"] - responses["teacher_log_probs"]
+    mass = ones
     if distillation.num_ids:
-        shares = np.exp(responses["teacher_top_log_probs"], dtype=np.float64)
-        values["top_k_mass"] = shares.sum(axis=1)
+        mass = np.exp(responses["teacher_top_log_probs"], dtype=np.float64).sum(axis=1)
     numbers = responses.repeat(teachers.numbers(batch)[responses.positions])
-    counted = {f"/{name}": trained & (numbers == i) for i, name in enumerate(teachers.names)}
-    counted[""] = trained
-    columns = [np.ones(len(trained)), *values.values()]
-    totals = batch.sum(
-        *(np.sum(column[rows], dtype=np.float64) for rows in counted.values() for column in columns)
+    suffixes = ["", *(f"/{name}" for name in teachers.names)]
+    chosen = [trained, *(trained & (numbers == i) for i in range(len(teachers.names)))]
+    sums = batch.sum(
+        *(
+            float(np.sum(column[rows], dtype=np.float64))
+            for rows in chosen
+            for column in (log_ratios, mass, ones)
+        )
     )
     metrics = {}
-    for suffix, (count, *sums) in zip(counted, np.reshape(totals, (-1, len(columns))), strict=True):
-        if count or not suffix:
-            for name, total in zip(values, sums, strict=True):
-                metrics[f"distillation/{name}{suffix}"] = float(total / max(count, 1))
+    for suffix, (total, total_mass, count) in zip(
+        suffixes, np.reshape(sums, (-1, 3)).tolist(), strict=True
+    ):
+        if suffix and not count:
+            continue
+        metrics[f"distillation/kl{suffix}"] = total / max(count, 1)
+        if distillation.num_ids:
+            metrics[f"distillation/top_k_mass{suffix}"] = total_mass / max(count, 1)
     return metrics

@@ -581,5 +581,7 @@ def _with_teacher(
     slope = reverse if factors.slope is None else factors.slope + reverse
     constant = reverse * (teacher.log_total - saved.log_total - teacher.reverse) + forward
     of_policy = replace(factors, slope=slope, constant=factors.constant + constant)
-    of_teacher = TeacherFactors(teacher.maximum, teacher.tile_probabilities, reverse, forward)
+    of_teacher = TeacherFactors(
+        teacher.maximum, teacher.log_total, teacher.tile_probabilities, reverse, forward
+    )
     return of_policy, of_teacher

@@ -16,10 +16,14 @@ tiles and ranks as log-sum-exp is.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from megatron_gspo.kernels import row_kernels_apply
+from megatron_gspo.kernels.operators import logit_comparison
 
 
 @dataclass(frozen=True)
@@ -65,8 +69,14 @@ class Comparison:
         return torch.stack((reverse, forward), dim=1)
 
 
-def compare_tile(logits: Tensor, teacher_logits: Tensor, scratch: tuple[Tensor, Tensor]) -> Tensor:
-    """[4, t]: `Comparison.packed` of a tile. Overwrites teacher_logits and scratch."""
+def compare_tile(
+    statistics: Tensor, logits: Tensor, teacher_logits: Tensor, scratch: Sequence[Tensor]
+) -> None:
+    """Write `Comparison.packed` of a tile into ``statistics`` [4, t]. Overwrites teacher_logits and
+    scratch: two tiles, or none where the kernels run."""
+    if row_kernels_apply(logits):
+        logit_comparison(logits, teacher_logits, statistics)
+        return
     softmax = torch.softmax(logits, 1, out=scratch[0])
     teacher_softmax = torch.softmax(teacher_logits, 1, out=scratch[1])
     maximum = logits.amax(1)
@@ -78,7 +88,7 @@ def compare_tile(logits: Tensor, teacher_logits: Tensor, scratch: tuple[Tensor, 
     difference.sub_((maximum - teacher_maximum)[:, None])
     reverse = softmax.mul_(difference).sum(1).mul_(total)
     forward = teacher_softmax.mul_(difference).sum(1).mul_(-teacher_total)
-    return Comparison(teacher_maximum, teacher_total, reverse, forward).packed()
+    torch.stack((teacher_maximum, teacher_total, reverse, forward), out=statistics)
 
 
 @dataclass(frozen=True)
@@ -87,6 +97,7 @@ class TeacherFactors:
     `RowFactors` has."""
 
     maximum: Tensor  # n
+    log_total: Tensor  # log sum exp(z - n) over the whole vocabulary
     tile_probabilities: Tensor  # [tiles, T], the teacher's probability of each of the rank's tiles
     reverse: Tensor
     forward: Tensor
@@ -95,10 +106,15 @@ class TeacherFactors:
         """Those of tokens [start, end), as columns [t, 1]; tile_probabilities as [tiles, t, 1]."""
         return TeacherFactors(
             maximum=self.maximum[start:end, None],
+            log_total=self.log_total[start:end, None],
             tile_probabilities=self.tile_probabilities[:, start:end, None],
             reverse=self.reverse[start:end, None],
             forward=self.forward[start:end, None],
         )
+
+    def packed(self) -> Tensor:
+        """[4, T]: n, log_total, reverse and forward."""
+        return torch.stack((self.maximum, self.log_total, self.reverse, self.forward))
 
     def subtract_from(
         self,

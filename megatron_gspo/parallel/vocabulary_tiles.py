@@ -12,7 +12,11 @@ import torch
 from torch import Tensor
 
 from megatron_gspo.kernels import row_kernels_apply
-from megatron_gspo.kernels.operators import logit_gradient, logit_statistics
+from megatron_gspo.kernels.operators import (
+    comparison_gradient,
+    logit_gradient,
+    logit_statistics,
+)
 from megatron_gspo.parallel.teacher_tiles import (
     Comparison,
     TeacherFactors,
@@ -147,17 +151,13 @@ def local_statistics(
     """
     tokens = hidden.shape[0]
     spans = _spans(tiling.rows, tiling.tile[1])
-    # At least one tile: a rank of padding rows only has none. Not -inf, because -inf * 0 is NaN.
-    tiles = hidden.new_zeros(
-        (3 if with_entropy else 2, max(1, len(spans)), tokens), dtype=tiling.dtype
-    )
-    tiles[0].fill_(torch.finfo(tiling.dtype).min)
     label = hidden.new_zeros(labels.shape, dtype=tiling.dtype)
+    # At least one tile: a rank of padding rows only has none.
+    tiles = _lowest((3 if with_entropy else 2, max(1, len(spans)), tokens), label)
     kept: list[Tensor] = []
     scratch = _Scratch.of(hidden, tiling, 2 if with_entropy else 1)
-    beside = None if teacher is None else _TeacherScratch.of(teacher, tiling)
-    teacher_tiles = hidden.new_zeros((4, *tiles.shape[1:]), dtype=tiling.dtype)
-    teacher_tiles[0].fill_(torch.finfo(tiling.dtype).min)
+    beside = None if teacher is None else _TeacherLogits(teacher, tiling)
+    teacher_tiles = _lowest((4, *tiles.shape[1:]), tiles) if beside is not None else None
     positions = _label_positions(labels, tiling)
     chunks = [
         (t0, t1, hidden[t0:t1], positions.cut(t0, t1), label[t0:t1])
@@ -165,7 +165,8 @@ def local_statistics(
     ]
     for i, (v0, v1) in enumerate(spans):
         columns = weight[v0:v1].to(hidden.dtype).t()
-        teacher_columns = None if beside is None else beside.columns(v0, v1)
+        if beside is not None:
+            beside.start_tile(v0, v1)
         for t0, t1, chunk_hidden, chunk_positions, chunk_label in chunks:
             buffers = scratch.views(t1 - t0, v1 - v0)
             logits = buffers[0]
@@ -175,9 +176,9 @@ def local_statistics(
             _logits(chunk_hidden, columns, tiling.scale, logits)
             column, inside = chunk_positions.in_tile(i, v1 - v0)
             torch.where(inside, logits.gather(1, column), chunk_label, out=chunk_label)
-            if beside is not None:
-                teacher_logits, *others = beside.logits(t0, t1, teacher_columns)
-                teacher_tiles[:, i, t0:t1] = compare_tile(logits, teacher_logits, others)
+            if teacher_tiles is not None:
+                teacher_logits, *others = beside.of_tokens(t0, t1)
+                compare_tile(teacher_tiles[:, i, t0:t1], logits, teacher_logits, others)
             _summarize(tiles[:, i, t0:t1], logits, buffers)
     if spans:
         tiles[1].reciprocal_()
@@ -185,7 +186,7 @@ def local_statistics(
     shift = tiles[0] - maximum
     weights = tiles[1] * shift.exp()
     moment = (weights * shift.add_(tiles[2])).sum(0) if with_entropy else None
-    of_tiles = None if teacher is None else Comparison(*teacher_tiles)
+    of_tiles = None if teacher_tiles is None else Comparison(*teacher_tiles)
     return LocalStatistics(
         maximum=maximum,
         total=weights.sum(0),
@@ -223,13 +224,14 @@ def local_gradients(
     if total is None and needed[1]:
         grad_weight = weight.new_empty(weight.shape)
         grad_weight[tiling.rows if tokens else 0 :].zero_()
-    scratch = _Scratch.of(
-        hidden, tiling, 1 if factors.slope is None else 2, has_kernels=teacher is None
-    )
+    scratch = _Scratch.of(hidden, tiling, 1 if factors.slope is None else 2)
     positions = _label_positions(labels, tiling)
-    has_kernel = row_kernels_apply(scratch.buffers[0]) and teacher is None
-    packed = factors.packed() if has_kernel else None
-    beside = None if teacher is None else _TeacherScratch.of(teacher[0], tiling)
+    beside = None if teacher is None else _TeacherLogits(teacher[0], tiling)
+    packed = None
+    if row_kernels_apply(scratch.buffers[0]):
+        packed = factors.packed()
+        if teacher is not None:
+            packed = torch.cat((packed, teacher[1].packed()))
     local_labels = labels - tiling.first
     chunks = [
         (
@@ -245,7 +247,8 @@ def local_gradients(
     kept_tiles = iter(kept)
     for i, (v0, v1) in enumerate(_spans(tiling.rows, tiling.tile[1])):
         rows = weight[v0:v1].to(hidden.dtype)
-        teacher_columns = None if beside is None else beside.columns(v0, v1)
+        if beside is not None:
+            beside.start_tile(v0, v1)
         # A view where the dtype is the weight's, else a buffer that is written back below.
         grad_rows = None if grad_weight is None else grad_weight[v0:v1]
         if grad_rows is not None and grad_rows.dtype != tiling.dtype:
@@ -255,23 +258,28 @@ def local_gradients(
             logits = next(kept_tiles, buffers[0])
             if not kept:
                 _logits(chunk_hidden, rows.t(), tiling.scale, logits)
+            teacher_tiles = [] if beside is None else beside.of_tokens(t0, t1)
             if packed is not None:
-                grad_logits = logit_gradient(
-                    logits, local_labels[t0:t1], v0, packed[:, t0:t1], hidden.dtype
+                gradient = comparison_gradient if teacher_tiles else logit_gradient
+                grad_logits = gradient(
+                    logits,
+                    *teacher_tiles,
+                    local_labels[t0:t1],
+                    v0,
+                    packed[:, t0:t1],
+                    hidden.dtype,
                 )
             else:
                 grad_logits = _grad_logits(
                     logits, chunk_positions.in_tile(i, v1 - v0), chunk_factors, i, buffers
                 )
-                if beside is not None:
-                    teacher_logits, other, _ = beside.logits(t0, t1, teacher_columns)
+                if teacher is not None:
                     teacher[1].cut(t0, t1).subtract_from(
                         grad_logits,
                         i,
                         buffers[-1],
                         chunk_factors.tile_probabilities[i],
-                        teacher_logits,
-                        other,
+                        *teacher_tiles[:2],
                     )
                 grad_logits = grad_logits.to(hidden.dtype)
             if grad_rows is not None:
@@ -310,6 +318,13 @@ def local_top(hidden: Tensor, weight: Tensor, count: int, tiling: Tiling) -> tup
     return values, ids
 
 
+def _lowest(shape: tuple[int, ...], like: Tensor) -> Tensor:
+    """Statistics of no ids: maxima first, then zeros. Not -inf, because -inf * 0 is NaN."""
+    values = like.new_zeros(shape)
+    values[0].fill_(torch.finfo(like.dtype).min)
+    return values
+
+
 def _spans(total: int, step: int) -> list[tuple[int, int]]:
     return [(start, min(start + step, total)) for start in range(0, total, step)]
 
@@ -324,14 +339,11 @@ class _Scratch:
     made: dict[tuple[int, int], list[Tensor]]
 
     @classmethod
-    def of(
-        cls, like: Tensor, tiling: Tiling, count: int, *, has_kernels: bool = True
-    ) -> "_Scratch":
-        """``count`` buffers, or the one for logits where the kernels run, which need no other.
-        has_kernels: whether they could."""
+    def of(cls, like: Tensor, tiling: Tiling, count: int) -> "_Scratch":
+        """``count`` buffers, or the one for logits where the kernels run, which need no other."""
         size = tiling.tile[0] * tiling.tile[1]
         logits = like.new_empty(size, dtype=tiling.dtype)
-        others = 0 if has_kernels and row_kernels_apply(logits) else count - 1
+        others = 0 if row_kernels_apply(logits) else count - 1
         return cls([logits, *(torch.empty_like(logits) for _ in range(others))], {})
 
     def views(self, tokens: int, vocabulary: int) -> list[Tensor]:
@@ -346,26 +358,24 @@ class _Scratch:
         return self.made[shape]
 
 
-@dataclass(frozen=True)
-class _TeacherScratch:
-    """Buffers for a teacher's logits and for two more tiles."""
+class _TeacherLogits:
+    """A teacher's logits of one tile after the other, and buffers of the same shape."""
 
-    teacher: TeacherRows
-    tiling: Tiling
-    scratch: _Scratch
+    def __init__(self, teacher: TeacherRows, tiling: Tiling) -> None:
+        self._teacher = teacher
+        self._tiling = tiling
+        self._scratch = _Scratch.of(teacher.hidden, tiling, 3)
+        self._columns = teacher.weight[:0].t()
 
-    @classmethod
-    def of(cls, teacher: TeacherRows, tiling: Tiling) -> "_TeacherScratch":
-        return cls(teacher, tiling, _Scratch.of(teacher.hidden, tiling, 3, has_kernels=False))
+    def start_tile(self, start: int, end: int) -> None:
+        """The next logits are of ids [start, end) of the rows."""
+        self._columns = self._teacher.weight[start:end].to(self._teacher.hidden.dtype).t()
 
-    def columns(self, start: int, end: int) -> Tensor:
-        """[h', v]: rows [start, end) of the weight as `_logits` takes them."""
-        return self.teacher.weight[start:end].to(self.teacher.hidden.dtype).t()
-
-    def logits(self, start: int, end: int, columns: Tensor) -> list[Tensor]:
-        """Those of tokens [start, end), and two buffers of their shape."""
-        buffers = self.scratch.views(end - start, columns.shape[1])
-        _logits(self.teacher.hidden[start:end], columns, self.tiling.scale, buffers[0])
+    def of_tokens(self, start: int, end: int) -> list[Tensor]:
+        """[t, v] of tokens [start, end), and two buffers, or none where the kernels run."""
+        buffers = self._scratch.views(end - start, self._columns.shape[1])
+        hidden = self._teacher.hidden[start:end]
+        _logits(hidden, self._columns, self._tiling.scale, buffers[0])
         return buffers
 
 

@@ -82,13 +82,6 @@ DISTILLATION = (
         ),
     ),
     SeededBug(
-        name="every mini-batch gets the teacher's hidden states of the first",
-        file="megatron_gspo/loop/optimizer_steps.py",
-        before="first = micro_batches",
-        after="first = 0",
-        test="tests/train/test_distillation.py::test_there_is_nothing_to_learn_from_oneself",
-    ),
-    SeededBug(
         name="all prompts have the first teacher",
         file="megatron_gspo/loop/teachers.py",
         before="self._chosen[batch.table['prompt_index']]",

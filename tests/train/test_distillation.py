@@ -60,9 +60,10 @@ def test_there_is_nothing_to_learn_from_oneself(
     config = config_of(
         sharper, tmp_path / "run", sharper, forward_weight=forward_weight, top_k=top_k
     )
+    config["optimizer"]["lr"] = 1e-7  # Adam's first step follows the gradient's rounding
     [(kl, largest, term)] = run_distributed(first_step_figures, 1, config)
     assert (kl, largest) == (0.0, 0.0)
-    assert abs(term) < 1e-3  # Adam's first step follows the gradient's rounding
+    assert abs(term) < 1e-4
 
 
 def test_a_run_is_scored_by_its_teacher(model: str, sharper: str, tmp_path: Path) -> None:
