@@ -176,7 +176,7 @@ def local_statistics(
             _logits(chunk_hidden, columns, tiling.scale, logits)
             column, inside = chunk_positions.in_tile(i, v1 - v0)
             torch.where(inside, logits.gather(1, column), chunk_label, out=chunk_label)
-            if teacher_tiles is not None:
+            if beside is not None and teacher_tiles is not None:
                 teacher_logits, *others = beside.of_tokens(t0, t1)
                 compare_tile(teacher_tiles[:, i, t0:t1], logits, teacher_logits, others)
             _summarize(tiles[:, i, t0:t1], logits, buffers)

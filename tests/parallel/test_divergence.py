@@ -198,7 +198,7 @@ def test_tensor_and_sequence_parallel_ranks() -> None:
 
 def _seconds(call) -> float:
     times = []
-    for _ in range(5):
+    for _ in range(3):
         start = time.process_time()
         call()
         times.append(time.process_time() - start)
@@ -206,22 +206,26 @@ def _seconds(call) -> float:
 
 
 @pytest.mark.slow
-def test_it_costs_at_most_twice_the_head() -> None:
-    """Of this process's CPU time, log-prob alone and with the divergences, at a real width."""
-    tokens, vocabulary, width = 512, 8_192, 2_048
+@pytest.mark.parametrize(("width", "of_teacher", "limit"), [(2048, 2048, 2.0), (1024, 2048, 2.5)])
+def test_cost_relative_to_the_head(width: int, of_teacher: int, limit: float) -> None:
+    """CPU time of this process, of log-probs alone and with the divergences: 6 products for 4 where
+    both models are as wide."""
+    tokens, vocabulary = 512, 4096
     hidden = torch.randn(tokens, width).requires_grad_()
-    weight = (torch.randn(vocabulary, width) / 45).requires_grad_()
+    weight = (torch.randn(vocabulary, width) / width**0.5).requires_grad_()
     labels = torch.randint(0, vocabulary, (tokens,))
-    teacher = TeacherHead(torch.randn(tokens, width), torch.randn(vocabulary, width) / 45)
+    teacher = TeacherHead(
+        torch.randn(tokens, of_teacher), torch.randn(vocabulary, of_teacher) / of_teacher**0.5
+    )
 
     def alone() -> None:
-        call_log_probs(hidden, weight, labels, chunk_bytes=8 * 2**20)[0].sum().backward()
+        call_log_probs(hidden, weight, labels, chunk_bytes=6 * 2**20)[0].sum().backward()
 
     def compared() -> None:
-        options = LogProbOptions(chunk_bytes=8 * 2**20)
+        options = LogProbOptions(chunk_bytes=12 * 2**20)
         log_probs, _, divergences = divergence_from_hidden(hidden, weight, labels, teacher, options)
         (log_probs.sum() + divergences.sum()).backward()
 
     ratio = _seconds(compared) / _seconds(alone)
-    print(f"{ratio:.2f} times the head")
-    assert ratio < 2
+    print(f"{width} beside {of_teacher}: {ratio:.2f} times the head")
+    assert ratio < limit
