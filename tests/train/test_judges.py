@@ -115,7 +115,14 @@ def test_a_judge_that_dies_and_comes_back(tmp_path: Path):
 
     def config(run: str, server: JudgeServer) -> dict[str, Any]:
         options = judge(server, "judge", request_timeout=2.0) | {"verifier_timeout": 8.0}
-        return base_config(model, tmp_path / run, data=options, tracking={"samples_per_step": 16})
+        return base_config(
+            model,
+            tmp_path / run,
+            data=options,
+            tracking={"samples_per_step": 16},
+            evaluation={"at_start": False},
+            checkpoint={"save_interval": 10},
+        )
 
     with JudgeServer(length) as server:
         launch(config("whole", server))

@@ -134,7 +134,7 @@ def test_the_comparisons_of_objectives_have_every_preset(name, runs):
 def test_the_comparison_of_a_teacher_and_a_reward_loads():
     comparison = load_comparison(EXAMPLES.parent / "distillation" / "compare_reward.yaml")
     configs = [resolve(comparison, run) for run in planned_runs(comparison)]
-    assert [config.distillation.is_on for config in configs] == [False] * 3 + [True] * 3
+    assert [config.distillation.is_on for config in configs] == [False, True] * 3
     sizes = {config.rollout.sequences for config in configs}
     assert len(sizes) == 1 and {config.optimizer.lr for config in configs} == {5e-4}
 
