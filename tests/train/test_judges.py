@@ -141,9 +141,10 @@ def test_a_judge_that_dies_and_comes_back(tmp_path: Path):
         ending.start()
         life = launch(config("interrupted", server), check=False)
     ending.join()
-    assert life.codes == [2], life.log[-2000:]
+    assert life.codes == [1], life.log[-2000:]
     last = life.log.strip().splitlines()[-1]
     assert "failed on all 16 responses of a batch" in last and url in last, last
+    assert "saved, start again to resume from" in last, last
     assert len(records(tmp_path / "interrupted")) == 1
     with JudgeServer(length) as server:
         launch(config("interrupted", server))
