@@ -76,7 +76,7 @@ DISTILLATION = (
         file="megatron_gspo/mcore/teacher_states.py",
         before="self.hidden[micro_batch].to(compute_device())",
         after="self.hidden[micro_batch].roll(1, 0).to(compute_device())",
-        test=("tests/mcore/test_teacher_scores.py::test_scores_are_those_of_transformers[1]"),
+        test="tests/mcore/test_teacher_scores.py::test_scores_are_those_of_transformers[1]",
     ),
     SeededBug(
         name="all prompts have the first teacher",
