@@ -25,6 +25,7 @@ OF_OTHERS = {
     },
     "docs/algorithms.md": {"V_it", "g_i", "m_it", "rollout_it"},
     "docs/conversion.md": {"--dist-ckpt-strictness"},
+    "docs/distillation.md": {"--max-logprobs"},
     "docs/data.md": {"reasoning_effort", "thinking_budget", "train.csv"},
     "docs/first_run.md": {"reward.py"},
     "docs/launch.md": {"GraceTime"},

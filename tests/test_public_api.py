@@ -24,7 +24,8 @@ PUBLIC = {
     ),
     "megatron_gspo.mcore.forward_step:policy_forward_step": (
         "(objective, *, num_microbatches, temperature=1.0, vocab_size=None, groups=None,"
-        " routing=None, chunk_bytes=None, distillation=None, score_centering=None)"
+        " routing=None, chunk_bytes=None, distillation=None, teacher=None,"
+        " score_centering=None)"
     ),
 }
 

@@ -11,7 +11,7 @@ from megatron_gspo.objectives.presets import PRESETS
 
 from .advantage_estimators import ResponseTerms, check_advantages, response_advantages
 from .advantages import group_advantages
-from .distillation import Distillation, divergence, token_advantages
+from .distillation import Distillation, divergence, mixed_divergence, token_advantages
 from .filters import (
     Filtered,
     complete_responses,
@@ -70,6 +70,7 @@ __all__ = [
     "group_advantages",
     "kl_penalty",
     "mismatch_metrics",
+    "mixed_divergence",
     "over_support",
     "overlong_penalty",
     "policy_loss",

@@ -34,8 +34,12 @@ def divergence(distillation: Distillation, log_probs: Tensor, teacher_log_probs:
     t = teacher_log_probs.exp()
     reverse = p * log_ratio - p + t
     forward = p - t - t * log_ratio
-    terms = torch.lerp(reverse, forward, distillation.forward_weight)
-    return distillation.coef * terms.sum(1)
+    return mixed_divergence(distillation, reverse, forward).sum(1)
+
+
+def mixed_divergence(distillation: Distillation, reverse: Tensor, forward: Tensor) -> Tensor:
+    """[T]: ``coef`` times the weighted mean of KL(p || t) and KL(t || p) [T] over the vocabulary."""
+    return distillation.coef * torch.lerp(reverse, forward, distillation.forward_weight)
 
 
 def token_advantages(

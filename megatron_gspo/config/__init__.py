@@ -4,7 +4,7 @@ from megatron_gspo.config.algorithm_section import AlgorithmConfig
 from megatron_gspo.config.cli import from_command_line, refuse
 from megatron_gspo.config.config_error import ConfigError
 from megatron_gspo.config.data_sections import DataConfig, SourceConfig, TaskConfig
-from megatron_gspo.config.distillation_section import DistillationConfig
+from megatron_gspo.config.distillation_section import DistillationConfig, TeacherConfig
 from megatron_gspo.config.lora_section import LoRAConfig
 from megatron_gspo.config.model_sections import ModelConfig, ParallelConfig
 from megatron_gspo.config.rollout_sections import RolloutConfig, RoutingConfig, SamplingParams
@@ -39,6 +39,7 @@ __all__ = [
     "ServerConfig",
     "SourceConfig",
     "TaskConfig",
+    "TeacherConfig",
     "TrackingConfig",
     "TrainingConfig",
     "VLLMConfig",

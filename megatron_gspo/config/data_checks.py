@@ -20,7 +20,7 @@ from megatron_gspo.config.prompt_paths import matching_paths
 from megatron_gspo.config.server_urls import check_url, without_password
 from megatron_gspo.user_code import is_import_path
 
-_SOURCE_NAME = re.compile(r"[A-Za-z0-9_-]+")
+METRIC_NAME = re.compile(r"[A-Za-z0-9_-]+")
 VERIFIERS = ("exact_match", "math_verify", "reasoning_gym", "code", *JUDGES, "reward_model")
 # Arguments of `apply_chat_template` that are not the template's, and what sets them.
 _OF_OTHER_KEYS = {
@@ -65,7 +65,7 @@ def _check_sources(data: DataConfig) -> None:
             raise ConfigError(f"data.{key}", getattr(data, key), problem, "move it into a source")
     names = Counter(source.name for source in data.sources)
     for name, count in names.items():
-        if not _SOURCE_NAME.fullmatch(name):
+        if not METRIC_NAME.fullmatch(name):
             problem = "is no name for metrics"
             fix = "use letters, digits, - and _"
             raise ConfigError("data.sources.name", name, problem, fix)

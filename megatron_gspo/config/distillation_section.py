@@ -1,7 +1,8 @@
-"""Section `distillation`."""
+"""Section `distillation` and its subsection `distillation.teachers`."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
@@ -13,36 +14,85 @@ from megatron_gspo.objectives.distillation import Distillation
 
 
 @dataclass(frozen=True, kw_only=True)
-class DistillationConfig(Distillation):
-    """A teacher that scores the policy's samples (docs/distillation.md)."""
+class TeacherServersConfig:
+    """The servers of a teacher, if it has any."""
 
-    teacher: UserPath | None = None
-    """Hugging Face directory of the teacher, with the policy's tokenizer; null trains without."""
     urls: tuple[str, ...] = ()
     """URLs of running servers of the teacher, as http://host:port; empty: the trainer loads it."""
     engine: Literal["sglang", "vllm"] = "sglang"
     """Engine of these servers."""
     api_key_file: UserPath | None = None
     """File whose first line is the servers' API key; null is no key."""
+
+    @property
+    def servers(self) -> ServerConfig:
+        """The servers, with the limits and timeouts that an engine's have by default."""
+        return ServerConfig(urls=self.urls, api_key_file=self.api_key_file)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TeacherConfig(TeacherServersConfig):
+    """One of several teachers."""
+
+    name: str
+    """Name in prompts and in metrics."""
+    teacher: UserPath
+    """Its directory, as `distillation.teacher`."""
+
+    @property
+    def prefix(self) -> str:
+        """Of its keys in messages."""
+        return f"distillation.teachers.{self.name}" if self.name else "distillation"
+
+
+@dataclass(frozen=True, kw_only=True)
+class DistillationConfig(TeacherServersConfig, Distillation):
+    """Teachers that score the policy's samples (docs/distillation.md)."""
+
+    teacher: UserPath | None = None
+    """Hugging Face directory of the teacher, with the policy's tokenizer; null trains without."""
+    teachers: tuple[TeacherConfig, ...] = ()
+    """Several teachers in place of `teacher`, each for the prompts that name it."""
+    teacher_field: str | None = None
+    """Field of a prompt with the name of its teacher; null: its source in `data.sources`."""
     coef: Annotated[float, Gt(0)] = 1.0
     """Weight of the divergence from the teacher."""
     reward_coef: Annotated[float, Ge(0)] = 0.0
     """Weight of the rewards' advantages beside it; with 0 rewards are metrics alone."""
     forward_weight: Annotated[float, Ge(0), Le(1)] = 0.0
     """Share of the forward KL in the divergence: 0 is the reverse KL, 1 the forward KL."""
-    top_k: Annotated[int, Ge(0)] = 0
-    """The teacher's most likely ids per position whose terms are summed exactly
+    top_k: Annotated[int, Ge(0)] | Literal["all"] = 0
+    """The teacher's most likely ids per position whose terms are summed exactly, or all ids
     (docs/distillation.md)."""
 
     @property
     def is_on(self) -> bool:
         """Whether there is a teacher."""
-        return self.teacher is not None
+        return self.teacher is not None or bool(self.teachers)
 
     @property
-    def servers(self) -> ServerConfig:
-        """The servers, with the limits and timeouts that an engine's have by default."""
-        return ServerConfig(urls=self.urls, api_key_file=self.api_key_file)
+    def takes_all_ids(self) -> bool:
+        """Whether the divergence is over the whole vocabulary."""
+        return self.top_k == "all"
+
+    @property
+    def num_ids(self) -> int:
+        """The most likely ids that a teacher names: none with all."""
+        return 0 if self.top_k == "all" else self.top_k
+
+    @property
+    def by_name(self) -> Mapping[str, TeacherConfig]:
+        """The teachers by their names, in the order given; the only one is ""."""
+        if self.teacher is None:
+            return {teacher.name: teacher for teacher in self.teachers}
+        only = TeacherConfig(
+            name="",
+            teacher=self.teacher,
+            urls=self.urls,
+            engine=self.engine,
+            api_key_file=self.api_key_file,
+        )
+        return {"": only}
 
     @property
     def needs_groups(self) -> bool:

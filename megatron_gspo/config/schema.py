@@ -29,7 +29,11 @@ from megatron_gspo.config.algorithm_checks import (
 from megatron_gspo.config.algorithm_section import AlgorithmConfig, with_preset
 from megatron_gspo.config.data_checks import check_data, check_data_files
 from megatron_gspo.config.data_sections import DataConfig
-from megatron_gspo.config.distillation_checks import check_distillation, check_teacher_model
+from megatron_gspo.config.distillation_checks import (
+    check_distillation,
+    check_teacher_model,
+    check_top_k,
+)
 from megatron_gspo.config.distillation_section import DistillationConfig
 from megatron_gspo.config.key_files import check_key_file
 from megatron_gspo.config.load import apply_overrides, read_file
@@ -162,11 +166,11 @@ class Config:
         check_weight_files("model.path", self.model.path, are_read=are_read)
         if self.critic.path is not None:
             check_weight_files("critic.path", self.critic.path, are_read=is_pretrained)
-        if self.distillation.teacher is not None:
-            are_read = not self.distillation.urls
-            check_weight_files("distillation.teacher", self.distillation.teacher, are_read=are_read)
-        if self.distillation.api_key_file is not None:
-            check_key_file("distillation.api_key_file", self.distillation.api_key_file)
+        for teacher in self.distillation.by_name.values():
+            are_read = not teacher.urls
+            check_weight_files(f"{teacher.prefix}.teacher", teacher.teacher, are_read=are_read)
+            if teacher.api_key_file is not None:
+                check_key_file(f"{teacher.prefix}.api_key_file", teacher.api_key_file)
 
     def check_sizes(self, world_size: int) -> None:
         """The part of `check` that needs no file of the run but the model's config.json.
@@ -193,19 +197,23 @@ class Config:
             check_family("critic.path", self.critic.path, critic)
             check_divisibility(self.parallel, critic)
             check_critic_model(self.critic.path, critic, hf)
-        if self.distillation.teacher is not None:
-            teacher = read_hf_config(self.distillation.teacher, "distillation.teacher")
-            check_family("distillation.teacher", self.distillation.teacher, teacher)
-            if not self.distillation.urls:
-                check_divisibility(self.parallel, teacher)
-            check_teacher_model(self.distillation, teacher, hf)
+        for teacher in self.distillation.by_name.values():
+            key = f"{teacher.prefix}.teacher"
+            of_teacher = read_hf_config(teacher.teacher, key)
+            check_family(key, teacher.teacher, of_teacher)
+            if not teacher.urls:
+                check_divisibility(self.parallel, of_teacher)
+            check_teacher_model(teacher, of_teacher, hf)
+        check_top_k(self.distillation, hf)
 
     def _check_choices(self) -> None:
         """Refuse choices that contradict each other on any machine. Raises ConfigError."""
         check_algorithm(
             self.algorithm, self.rollout, self.model, needs_groups=self.distillation.needs_groups
         )
-        check_distillation(self.distillation, self.algorithm, self.rollout)
+        check_distillation(
+            self.distillation, self.algorithm, self.rollout, self.data, self.training
+        )
         check_sampling(self.rollout, self.evaluation)
         check_support(
             self.rollout,

@@ -76,7 +76,7 @@ def field_of(location: Location, row: Row, key: str, setting: str) -> Any:
     setting: the config key that names it, for PromptError.
     """
     try:
-        return _lookup(row, key)
+        return value_at(row, key)
     except KeyError:
         pass
     names = ", ".join(sorted(map(str, row))) or "nothing"
@@ -91,13 +91,13 @@ def field_of(location: Location, row: Row, key: str, setting: str) -> Any:
 def has_field(row: Row, key: str) -> bool:
     """Whether a row has a value at the key; see `field_of`."""
     try:
-        _lookup(row, key)
+        value_at(row, key)
     except KeyError:
         return False
     return True
 
 
-def _lookup(value: object, key: str) -> Any:
+def value_at(value: object, key: str) -> Any:
     """A key with dots is first a field of that name, then leads into a field: a mapping, a list by
     position, or JSON text of one. Raises KeyError."""
     if isinstance(value, str):
@@ -106,7 +106,7 @@ def _lookup(value: object, key: str) -> Any:
         head, _, rest = key.partition(".")
         if not (head.isdecimal() and int(head) < len(value)):
             raise KeyError(key)
-        return _lookup(value[int(head)], rest) if rest else value[int(head)]
+        return value_at(value[int(head)], rest) if rest else value[int(head)]
     if not isinstance(value, Mapping):
         raise KeyError(key)
     if key in value:
@@ -114,7 +114,7 @@ def _lookup(value: object, key: str) -> Any:
     for position in range(len(key) - 1, 0, -1):
         if key[position] == "." and key[:position] in value:
             try:
-                return _lookup(value[key[:position]], key[position + 1 :])
+                return value_at(value[key[:position]], key[position + 1 :])
             except KeyError:
                 continue
     raise KeyError(key)

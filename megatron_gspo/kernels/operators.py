@@ -101,6 +101,50 @@ def _(logits: Tensor, labels: Tensor, first: int, factors: Tensor, dtype: torch.
     return torch.empty_like(logits, dtype=dtype)
 
 
+@torch.library.custom_op("megatron_gspo::logit_comparison", mutates_args={"statistics"})
+def logit_comparison(logits: Tensor, teacher_logits: Tensor, statistics: Tensor) -> None:
+    """Write statistics of each row of ``logits`` and ``teacher_logits`` [t, v] to ``statistics``
+    [4, t]: see ``logit_comparison.py``.
+    """
+    from megatron_gspo.kernels import logit_comparison as kernel
+
+    kernel.logit_comparison(logits, teacher_logits, statistics)
+
+
+@logit_comparison.register_fake
+def _(logits: Tensor, teacher_logits: Tensor, statistics: Tensor) -> None:
+    pass
+
+
+@torch.library.custom_op("megatron_gspo::comparison_gradient", mutates_args=())
+def comparison_gradient(
+    logits: Tensor,
+    teacher_logits: Tensor,
+    labels: Tensor,
+    first: int,
+    factors: Tensor,
+    dtype: torch.dtype,
+) -> Tensor:
+    """The gradient of ``logits`` [t, v] in ``dtype``: see ``logit_comparison.py``. Without a gradient
+    of its own.
+    """
+    from megatron_gspo.kernels import logit_comparison as kernel
+
+    return kernel.comparison_gradient(logits, teacher_logits, labels, first, factors, dtype)
+
+
+@comparison_gradient.register_fake
+def _(
+    logits: Tensor,
+    teacher_logits: Tensor,
+    labels: Tensor,
+    first: int,
+    factors: Tensor,
+    dtype: torch.dtype,
+) -> Tensor:
+    return torch.empty_like(logits, dtype=dtype)
+
+
 @torch.library.custom_op("megatron_gspo::copy_rows", mutates_args=())
 def copy_rows(x: Tensor, source: Tensor) -> Tensor:
     """Row ``source[i]`` of ``x`` [n, d] as row i, [c, d]: see ``row_copies.py``. Without a gradient

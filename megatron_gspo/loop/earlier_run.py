@@ -84,11 +84,12 @@ def check_no_input_is_moved(config: Config) -> None:
     """
     run_dir = Path(config.run_dir).resolve()
     moved = [run_dir / name for name in FILES_OF_A_RUN]
+    teachers = config.distillation.by_name.values()
     inputs = (
         ("model.path", config.model.path),
         ("model.megatron_path", config.model.megatron_path),
         ("critic.path", config.critic.path),
-        ("distillation.teacher", config.distillation.teacher),
+        *((f"{teacher.prefix}.teacher", teacher.teacher) for teacher in teachers),
         ("lora.adapter_path", config.lora.adapter_path),
     )
     for key, path in inputs:

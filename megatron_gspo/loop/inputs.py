@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -50,12 +50,11 @@ def make_environments(config: Config) -> EnvironmentPool | None:
 
 def check_weights(config: Config) -> ModelShape:
     """The model's sizes. Raises ``ConfigError`` unless the checkpoints of the policy, its critic and
-    its teacher are complete and have exactly the tensors that their config.json requires."""
+    its teachers are complete and have exactly the tensors that their config.json requires."""
     model = config.model
-    distillation = config.distillation
-    if distillation.teacher is not None:
-        are_read = not distillation.urls
-        _check_checkpoint("distillation.teacher", distillation.teacher, are_read=are_read)
+    for teacher in config.distillation.by_name.values():
+        key = f"{teacher.prefix}.teacher"
+        _check_checkpoint(key, teacher.teacher, are_read=not teacher.urls)
     if config.critic.path is not None:
         are_read = model.init == "pretrained"
         _check_checkpoint("critic.path", config.critic.path, are_read=are_read, value_head=True)
@@ -87,15 +86,16 @@ def load_tokenizer(config: Config) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def check_teacher_tokenizer(
+def check_teacher_tokenizers(
     distillation: DistillationConfig, tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    """The teacher's tokens have the policy's ids; else ``ConfigError``. tokenizer: the policy's."""
-    path = distillation.teacher
-    if path is None:
-        return
-    key = "distillation.teacher"
-    vocabulary = tokenizer.get_vocab()
+    """The teachers' tokens have the policy's ids; else ``ConfigError``. tokenizer: the policy's."""
+    vocabulary = tokenizer.get_vocab() if distillation.is_on else {}
+    for teacher in distillation.by_name.values():
+        _check_vocabulary(f"{teacher.prefix}.teacher", teacher.teacher, vocabulary)
+
+
+def _check_vocabulary(key: str, path: str, vocabulary: Mapping[str, int]) -> None:
     of_teacher = _load_tokenizer(key, path).get_vocab()
     if of_teacher == vocabulary:
         return

@@ -19,6 +19,7 @@ from megatron_gspo.loop.routing import RoutingReplay
 from megatron_gspo.loop.step_plan import StepPlan
 from megatron_gspo.loop.timers import Timers
 from megatron_gspo.mcore.policy import Policy
+from megatron_gspo.mcore.teacher_states import TeacherStates
 from megatron_gspo.mcore.train_step import StepResult, train_mini_batch
 
 
@@ -53,8 +54,10 @@ def run_optimizer_steps(
     plan: StepPlan,
     routing: RoutingReplay,
     timers: Timers,
+    teacher: TeacherStates | None = None,
 ) -> Update:
     """Train on a rollout batch: ``ppo_epochs`` passes, one optimizer step for each mini-batch.
+    ``teacher``: of the micro-batches of all mini-batches, of one epoch.
 
     A mini-batch without a trained token is skipped and counted. Metrics are means over optimizer
     steps.
@@ -66,7 +69,10 @@ def run_optimizer_steps(
     clock = policy.config.timers
     if clock is not None:
         clock.read_and_reset()  # it also timed the old policy's pass
+    micro_batches = 0
     for number, (positions, packing) in enumerate(plan.updates):
+        first = micro_batches
+        micro_batches += len(packing.rows[0])
         mini_batch = batch.select(positions)
         if not mini_batch.has_trained_tokens:
             skipped += 1
@@ -81,6 +87,7 @@ def run_optimizer_steps(
                 routing=routing.update_options(number),
                 plan=packing,
                 distillation=config.distillation,
+                teacher=teacher and teacher.of_micro_batches(first, len(packing.rows[0])),
                 score_centering=config.algorithm.centering,
             )
         routing.add_update(

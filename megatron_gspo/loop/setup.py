@@ -7,10 +7,11 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+import numpy as np
 from torch import Tensor
 from transformers.utils.logging import disable_progress_bar
 
-from megatron_gspo.config import Config, RoutingConfig
+from megatron_gspo.config import Config, RoutingConfig, TeacherConfig
 from megatron_gspo.data.prompt_mix import MixedPrompts, MixedPromptSource
 from megatron_gspo.data.prompts import PromptError, PromptSource
 from megatron_gspo.data.sample import Prompt
@@ -19,7 +20,7 @@ from megatron_gspo.loop.adapter_start import start_from_adapters
 from megatron_gspo.loop.engines import build_sources, embedded_engine
 from megatron_gspo.loop.inputs import (
     check_prompts,
-    check_teacher_tokenizer,
+    check_teacher_tokenizers,
     check_weights,
     load_data,
     load_tokenizer,
@@ -28,7 +29,8 @@ from megatron_gspo.loop.inputs import (
 )
 from megatron_gspo.loop.offloading_source import OffloadingSource
 from megatron_gspo.loop.reward_scoring import EpisodeRewards, Rewards, VerifierRewards
-from megatron_gspo.loop.teachers import ServerTeacher, Teacher, TrainerTeacher
+from megatron_gspo.loop.teacher_choice import teacher_numbers
+from megatron_gspo.loop.teachers import ServerTeacher, Teacher, Teachers, TrainerTeacher
 from megatron_gspo.loop.timers import UpdateClock
 from megatron_gspo.mcore.megatron_options import MegatronOptions
 from megatron_gspo.mcore.policy import Policy, TrainedParts, build_policy, check_megatron_options
@@ -74,7 +76,7 @@ class Components:
     perturbation: Perturbation | None = None
     """Perturbation of the routers' choice, in the trainer and in ``engine``."""
 
-    teacher: Teacher | None = None
+    teachers: Teachers | None = None
     """What is distilled into the policy."""
 
     def __enter__(self) -> Components:
@@ -110,8 +112,8 @@ class Components:
         """End worker processes and engines."""
         self.rewards.close()
         self.groups.close()
-        if self.teacher is not None:
-            self.teacher.close()
+        if self.teachers is not None:
+            self.teachers.close()
         if self.eval_groups is not None and self.eval_groups is not self.groups:
             self.eval_groups.close()
 
@@ -129,7 +131,7 @@ def build_components(config: Config, *, engine: RolloutEngine | None = None) -> 
     )
     disable_progress_bar()  # Transformers' own, one line for each rank
     tokenizer = load_tokenizer(config)
-    check_teacher_tokenizer(config.distillation, tokenizer)
+    check_teacher_tokenizers(config.distillation, tokenizer)
     try:
         train, held_out, dropped = load_data(config, tokenizer, prompt_cache(config))
     except ImportError as error:  # an optional package; the message names it
@@ -138,6 +140,7 @@ def build_components(config: Config, *, engine: RolloutEngine | None = None) -> 
     if not generates:
         held_out = []
     check_prompts(config, train, held_out, shape.vocab_size)
+    chosen = teacher_numbers(config.distillation, train)
     environments = make_environments(config)
     rewards = build_rewards(config, environments)
     groups = initialize(parallel, seed=config.seed)
@@ -155,7 +158,7 @@ def build_components(config: Config, *, engine: RolloutEngine | None = None) -> 
     policy.config.timers = UpdateClock() if config.tracking.detailed_timers else None
     policy.critic = _critic(config, groups, options) if config.algorithm.needs_critic else None
     reference = _reference(config, policy, options) if config.algorithm.needs_reference else None
-    teacher = build_teacher(config, policy) if config.distillation.is_on else None
+    teachers = _teachers(config, policy, chosen) if config.distillation.is_on else None
     if engine is None and generates and config.rollout.engine == "embedded":
         engine = embedded_engine(config, shape, tokenizer)
     source, eval_source = build_sources(
@@ -180,7 +183,7 @@ def build_components(config: Config, *, engine: RolloutEngine | None = None) -> 
         dropped_prompts=dropped,
         tokenizer=tokenizer,
         perturbation=perturbation,
-        teacher=teacher,
+        teachers=teachers,
     )
 
 
@@ -231,24 +234,36 @@ def _reference(config: Config, policy: Policy, options: MegatronOptions) -> Poli
     return build_policy(pretrained, config.parallel, policy.groups, optimizer=None, options=options)
 
 
-def build_teacher(config: Config, policy: Policy) -> Teacher:
-    """The teacher of section `distillation`: servers if it has URLs, else a model in the policy's
+def _teachers(config: Config, policy: Policy, chosen: np.ndarray | None) -> Teachers:
+    """chosen: `teacher_numbers` of the training prompts."""
+    teachers = {
+        name: build_teacher(config, teacher, policy)
+        for name, teacher in config.distillation.by_name.items()
+    }
+    return Teachers(teachers, chosen)
+
+
+def build_teacher(config: Config, teacher: TeacherConfig, policy: Policy) -> Teacher:
+    """A teacher of section `distillation`: servers if it has URLs, else a model in the policy's
     layout."""
-    section = config.distillation
-    assert section.teacher is not None
-    shape = family_of(read_config(section.teacher))[1]
-    if section.urls:
-        api = SERVER_KINDS[section.engine].api
-        client = ScoringClient(section.servers, api, ServedModel(shape))
+    shape = family_of(read_config(teacher.teacher))[1]
+    if teacher.urls:
+        api = SERVER_KINDS[teacher.engine].api
+        # An id that the policy does not have is refused.
+        served = replace(shape, vocab_size=policy.shape.vocab_size)
+        model = ServedModel(served, top_log_probs=config.distillation.num_ids)
+        client = ScoringClient(teacher.servers, api, model)
         return ServerTeacher(client, policy.groups)
-    model = replace(config.model, path=section.teacher, init="pretrained")
+    frozen_model = replace(config.model, path=teacher.teacher, init="pretrained")
     options = check_megatron_options(
         config.megatron,
         shape,
         config.parallel,
-        model,
+        frozen_model,
         config.optimizer,
         RoutingConfig(metrics=False),  # the teacher's routers choose for themselves
     )
-    frozen = build_policy(model, config.parallel, policy.groups, optimizer=None, options=options)
-    return TrainerTeacher(frozen, config, policy.shape.vocab_size)
+    frozen = build_policy(
+        frozen_model, config.parallel, policy.groups, optimizer=None, options=options
+    )
+    return TrainerTeacher(frozen, config, policy)

@@ -1,14 +1,16 @@
-"""The teachers of on-policy distillation: a model in the trainer, or servers."""
+"""The teachers of on-policy distillation: models in the trainer, and servers."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
 
 from megatron_gspo.config import Config
+from megatron_gspo.data.micro_batch_plan import MicroBatchPlan
 from megatron_gspo.data.packing import PackedRow
+from megatron_gspo.data.sample_batch import BatchTable
 from megatron_gspo.data.training_batch import TrainingBatch
 from megatron_gspo.errors import EngineError, SharedEngineError
 from megatron_gspo.loop.step_plan import StepPlan
@@ -23,8 +25,8 @@ from megatron_gspo.rollout.server_engine.scoring_client import ScoringClient
 class Teacher(Protocol):
     """Scores the policy's samples."""
 
-    def score(self, batch: TrainingBatch, plan: StepPlan) -> TeacherScores:
-        """Columns of the batch's responses. A collective of the world."""
+    def score(self, batch: TrainingBatch, plan: MicroBatchPlan) -> TeacherScores:
+        """Columns of the batch's responses. A collective of the world. plan: of the batch."""
         ...
 
     def close(self) -> None:
@@ -35,23 +37,24 @@ class Teacher(Protocol):
 class TrainerTeacher:
     """A model in the policy's layout. Its weights are on the device only while it scores."""
 
-    def __init__(self, model: Policy, config: Config, vocab_size: int) -> None:
-        """vocab_size: of the policy."""
+    def __init__(self, model: Policy, config: Config, policy: Policy) -> None:
         self._model = model
         self._config = config
-        self._vocab_size = vocab_size
+        self._policy = policy
         model.memory.release()
 
-    def score(self, batch: TrainingBatch, plan: StepPlan) -> TeacherScores:
+    def score(self, batch: TrainingBatch, plan: MicroBatchPlan) -> TeacherScores:
         """See `Teacher.score`."""
+        distillation = self._config.distillation
         return compute_teacher_scores(
             self._model,
             batch,
             self._config.training,
             temperature=self._config.rollout.temperature,
-            vocab_size=self._vocab_size,
-            top_k=self._config.distillation.top_k,
-            plan=plan.first_epoch,
+            vocab_size=self._policy.shape.vocab_size,
+            top_k=distillation.num_ids,
+            states_for=self._policy if distillation.takes_all_ids else None,
+            plan=plan,
         )
 
     def close(self) -> None:
@@ -65,15 +68,17 @@ class ServerTeacher:
         self._client = client
         self._groups = groups
 
-    def score(self, batch: TrainingBatch, plan: StepPlan) -> TeacherScores:
+    def score(self, batch: TrainingBatch, plan: MicroBatchPlan) -> TeacherScores:
         """See `Teacher.score`. Raises SharedEngineError where the servers do not score the batch."""
         groups = self._groups
         asks = batch.has_loss and groups.tp.rank() == 0 and groups.cp.rank() == 0
-        log_probs = np.zeros(batch.responses.num_tokens, dtype=np.float32)
+        count = self._client.top_count
+        # Log-probs, those of the most likely ids, and these, which float32 holds up to 2^24.
+        scores = np.zeros((batch.responses.num_tokens, 1 + 2 * count), dtype=np.float32)
 
         def ask() -> None:
             try:
-                self._fill(log_probs, batch)
+                self._fill(scores, batch)
             except EngineError as error:
                 raise SharedEngineError(str(error)) from error
 
@@ -81,24 +86,87 @@ class ServerTeacher:
         if batch.has_loss:
             for group in (groups.cp, groups.tp):
                 if group.size() > 1:
-                    log_probs = broadcast_array(log_probs, group, 0)
-        nothing = np.zeros((len(log_probs), 0), dtype=np.float32)
-        return TeacherScores(log_probs, top_ids=nothing.astype(np.int32), top_log_probs=nothing)
+                    scores = broadcast_array(scores, group, 0)
+        return TeacherScores(
+            log_probs=scores[:, 0].copy(),
+            top_log_probs=scores[:, 1 : 1 + count].copy(),
+            top_ids=scores[:, 1 + count :].astype(np.int32),
+        )
 
     def close(self) -> None:
         """See `Teacher.close`."""
         self._client.close()
 
-    def _fill(self, log_probs: np.ndarray, batch: TrainingBatch) -> None:
+    def _fill(self, values: np.ndarray, batch: TrainingBatch) -> None:
         rows = list(_rows(batch))
         sequences = [
             batch.inputs.of_sample("tokens", row.sample)[row.offset : row.offset + row.length]
             for row in rows
         ]
-        views = batch.responses.split(log_probs)
-        for row, scores in zip(rows, self._client.score(sequences), strict=True):
+        views = batch.responses.split(values)
+        for row, scored in zip(rows, self._client.score(sequences), strict=True):
+            columns = [scored.log_probs[:, None]]
+            if scored.top_ids is not None and scored.top_log_probs is not None:
+                columns += [scored.top_log_probs, scored.top_ids.astype(np.float32)]
+            scores = np.concatenate(columns, axis=1)
             predicted = row.predicted(int(batch.table["prompt_length"][row.sample]))
             views[row.sample][predicted.response] = scores[predicted.packed]
+
+
+class Teachers:
+    """The teachers of a run by their names; the only one is ""."""
+
+    def __init__(self, teachers: Mapping[str, Teacher], chosen: np.ndarray | None = None) -> None:
+        """chosen: [prompts], the position among ``teachers`` of each prompt's; None: there is one."""
+        self._teachers = dict(teachers)
+        self._chosen = chosen
+
+    @property
+    def names(self) -> list[str]:
+        """Of several teachers; empty for one."""
+        return [] if self._chosen is None else list(self._teachers)
+
+    def numbers(self, batch: BatchTable) -> np.ndarray:
+        """[N]: the position of each sample's teacher among the teachers."""
+        if self._chosen is None:
+            return np.zeros(len(batch), dtype=np.int32)
+        return self._chosen[batch.table["prompt_index"]]
+
+    def score(self, batch: TrainingBatch, plan: StepPlan) -> TeacherScores:
+        """Columns of the batch's responses, each of its prompt's teacher. A collective of the world.
+        plan: of the step that trains the batch."""
+        if self._chosen is None:
+            [only] = self._teachers.values()
+            return only.score(batch, plan.first_epoch)
+        numbers = self.numbers(batch)
+        parts: list[tuple[np.ndarray, TeacherScores]] = []
+        for number, teacher in enumerate(self._teachers.values()):
+            positions = np.flatnonzero(numbers == number)
+            if len(positions):
+                part = batch.select(positions)
+                scores = teacher.score(part, plan.of_samples(batch, positions.tolist()))
+                parts.append((np.isin(batch.responses.positions, positions), scores))
+        return _joined(batch, parts)
+
+    def close(self) -> None:
+        """Release what is outside the process."""
+        for teacher in self._teachers.values():
+            teacher.close()
+
+
+def _joined(
+    batch: TrainingBatch, parts: Sequence[tuple[np.ndarray, TeacherScores]]
+) -> TeacherScores:
+    """parts: which [n] of the batch's responses, and their scores, end to end."""
+
+    def column(name: str) -> np.ndarray:
+        first = getattr(parts[0][1], name)
+        values = np.zeros((batch.responses.num_tokens, *first.shape[1:]), dtype=first.dtype)
+        for chosen, scores in parts:
+            values[batch.responses.repeat(chosen)] = getattr(scores, name)
+        return values
+
+    return TeacherScores(column("log_probs"), column("top_ids"), column("top_log_probs"))
 
 
 def _rows(batch: TrainingBatch) -> Iterator[PackedRow]:

@@ -216,9 +216,10 @@ def train_step(
     batch, score_metrics = with_log_probs(
         batch, run.policy, run.reference, config, plan, routing, timers
     )
-    if run.teacher is not None:
+    teacher_states = None
+    if run.teachers is not None:
         with checkpoints.saved_on_failure(state):
-            batch = with_teacher_scores(batch, run.teacher, plan, timers)
+            batch, teacher_states = with_teacher_scores(batch, run.teachers, plan, timers)
     batch, mask_metrics = mask_samples(
         batch, step=step, truncated=config.algorithm.truncated == "mask"
     )
@@ -227,8 +228,8 @@ def train_step(
     batch = with_advantages(
         batch, config.algorithm, max_response_length=config.rollout.max_response_length
     )
-    if run.teacher is not None:
-        batch, teacher_metrics = with_teacher_advantages(batch, config.distillation)
+    if run.teachers is not None:
+        batch, teacher_metrics = with_teacher_advantages(batch, config.distillation, run.teachers)
         score_metrics |= teacher_metrics
     batch, correction_metrics = correct_mismatch(batch, config.algorithm)
     metrics = rollout.metrics | score_metrics | mask_metrics | correction_metrics
@@ -240,7 +241,9 @@ def train_step(
         metrics |= run_critic_steps(run.policy.critic, batch, config, step, plan, timers)
     updates_policy = run.policy.critic is None or step >= config.critic.warmup_steps
     if updates_policy:
-        update = run_optimizer_steps(run.policy, batch, config, step, plan, routing, timers)
+        update = run_optimizer_steps(
+            run.policy, batch, config, step, plan, routing, timers, teacher_states
+        )
     metrics |= update.metrics | routing.measured.metrics()
     work = step_work(batch, run.policy.shape, config, plan, updates_policy=updates_policy)
     return TrainedStep(batch, cursor, routing, update, work, metrics, callback_metrics)

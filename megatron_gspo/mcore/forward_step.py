@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Protocol, TypedDict
 
@@ -27,6 +28,7 @@ from megatron_gspo.algorithms import (
     ScoreCentering,
     centering,
     divergence,
+    mixed_divergence,
     over_support,
     policy_loss,
 )
@@ -35,9 +37,12 @@ from megatron_gspo.mcore.attention import packed_sequences
 from megatron_gspo.mcore.micro_batch_inputs import POLICY_LOSS, InputReader, MicroBatchInputs
 from megatron_gspo.mcore.process_groups import ProcessGroups, compute_device, current_groups
 from megatron_gspo.mcore.routing_replay.micro_batch_routes import MicroBatchRoutes
+from megatron_gspo.mcore.teacher_states import TeacherStates, kept_rows
 from megatron_gspo.parallel.context_parallel import sum_over
 from megatron_gspo.parallel.log_probs import (
     LogProbOptions,
+    TeacherHead,
+    divergence_from_hidden,
     log_probs_from_hidden,
     top_ids_from_hidden,
 )
@@ -139,6 +144,23 @@ def token_log_probs(
     )
 
 
+@dataclass(frozen=True)
+class TokenScores:
+    """What the head gives of a shard's positions, 0 where they are not scored."""
+
+    log_probs: Tensor
+    """[t] of the labels, over the ids that could be drawn where the batch has them."""
+
+    entropy: Tensor | None
+    """[t]."""
+
+    further: Sequence[Tensor] = ()
+    """[t, K] of each of the ids that were asked for, over the vocabulary."""
+
+    divergences: Tensor | None = None
+    """[t, 2] of the policy p from a teacher t, KL(p || t) and KL(t || p)."""
+
+
 def sampled_log_probs(
     model: MegatronModule,
     hidden: Tensor,
@@ -146,9 +168,9 @@ def sampled_log_probs(
     groups: ProcessGroups,
     options: LogProbOptions,
     top_ids: Sequence[Tensor] = (),
-) -> tuple[Tensor, Tensor | None, Sequence[Tensor]]:
-    """Log-probs ``[t]`` of a shard's labels, over the ids that could be drawn where the batch has
-    them; the entropy; and log-probs ``[t, K]`` of each of ``top_ids``, over the vocabulary."""
+    teacher: TeacherHead | None = None,
+) -> TokenScores:
+    """Of a shard's labels and of each of ``top_ids``, and the divergences from a teacher."""
     batch = inputs.batch
     further = [*top_ids]
     if batch.support is not None:
@@ -156,15 +178,28 @@ def sampled_log_probs(
     labels = batch.labels
     if further:
         labels = torch.cat((labels[:, None], *further), dim=1)
-    log_probs, entropy = token_log_probs(model, hidden, labels, groups, options, inputs.scored)
+    divergences = None
+    if teacher is None:
+        log_probs, entropy = token_log_probs(model, hidden, labels, groups, options, inputs.scored)
+    else:
+        log_probs, entropy, divergences = divergence_from_hidden(
+            hidden.squeeze(0),
+            output_weight(model),
+            labels,
+            teacher,
+            options,
+            tp_group=groups.tp,
+            sequence_parallel=unwrap(model).config.sequence_parallel,
+            scored=inputs.scored,
+        )
     if not further:
-        return log_probs, entropy, ()
+        return TokenScores(log_probs, entropy, divergences=divergences)
     counts = [1, *(ids.shape[1] for ids in further)]
     sampled, *of_further = log_probs.split(counts, dim=1)
     log_probs = sampled[:, 0]
     if batch.support is not None:
         log_probs = over_support(log_probs, of_further.pop(), batch.support >= 0)
-    return log_probs, entropy, of_further
+    return TokenScores(log_probs, entropy, of_further, divergences)
 
 
 def policy_forward_step(
@@ -177,6 +212,7 @@ def policy_forward_step(
     routing: Sequence[MicroBatchRoutes] | None = None,
     chunk_bytes: int | None = None,
     distillation: Distillation | None = None,
+    teacher: TeacherStates | None = None,
     score_centering: ScoreCentering | None = None,
 ) -> ForwardStep:
     """A ``forward_step`` for Megatron's ``get_forward_backward_func()``: all that a training loop
@@ -188,7 +224,8 @@ def policy_forward_step(
     ``groups`` defaults to Megatron's parallel state. ``routing``: ``routes_of_mini_batch`` of this
     mini-batch; call ``check_uses`` of each after the schedule. ``chunk_bytes``: of
     ``LogProbOptions``. ``distillation``: the divergence from a teacher whose most likely ids the
-    batches carry; None without. ``score_centering``: how the loss weighs a token, of batches that
+    batches carry, or over the whole vocabulary from ``teacher``, whose states of this mini-batch are
+    given; None without. ``score_centering``: how the loss weighs a token, of batches that
     carry the rollout engine's most likely ids; None without. The schedule returns, on the last
     stage and for each micro-batch, ``{"metrics": shares that add up, "log_probs": [t] of this
     shard, 0 where not trained}``.
@@ -225,10 +262,14 @@ def policy_forward_step(
         batch = inputs.batch
         both = (batch.teacher_top_ids, batch.rollout_top_ids)
         top_ids = [ids for ids in both if ids is not None]
-        log_probs, entropy, of_top_ids = sampled_log_probs(
-            model, hidden, inputs, groups, options, top_ids
-        )
+        head = None if teacher is None else teacher.head(batch.micro_batch)
+        scores = sampled_log_probs(model, hidden, inputs, groups, options, top_ids, head)
+        log_probs = scores.log_probs
+        of_top_ids = scores.further
         from_teacher = of_rollout = None
+        if scores.divergences is not None:
+            assert distillation is not None, "there is a teacher"
+            from_teacher = mixed_divergence(distillation, *scores.divergences.unbind(1))
         if batch.teacher_top_log_probs is not None:
             assert distillation is not None, "the batch has a teacher's ids"
             from_teacher = divergence(distillation, of_top_ids[0], batch.teacher_top_log_probs)
@@ -238,7 +279,7 @@ def policy_forward_step(
         extras = LossExtras(
             batch.num_segments,
             batch.ref_log_probs,
-            entropy,
+            scores.entropy,
             sum_over_context=sum_over(groups.cp),
             rollout_log_probs=batch.rollout_log_probs,
             divergence=from_teacher,
@@ -309,7 +350,8 @@ def log_prob_forward_step(
     def collect(
         inputs: MicroBatchInputs, model: MegatronModule, hidden: Tensor, non_loss_data: bool = True
     ) -> tuple[Tensor, Tensor | None]:
-        return sampled_log_probs(model, hidden, inputs, groups, options)[:2]
+        scores = sampled_log_probs(model, hidden, inputs, groups, options)
+        return scores.log_probs, scores.entropy
 
     return forward_step
 
@@ -320,10 +362,12 @@ def teacher_forward_step(
     num_microbatches: int,
     options: LogProbOptions,
     top_k: int,
+    keeps_states: bool,
 ) -> ForwardStep:
-    """As ``log_prob_forward_step``, of a teacher's passes. The schedule returns ``[t, 1 + 2 K]``
-    float32 of each micro-batch's shard: the log-probs of the labels and of the teacher's K most
-    likely ids, and these ids, which float32 holds up to 2^24."""
+    """As ``log_prob_forward_step``, of a teacher's passes. The schedule returns of each micro-batch's
+    shard ``[t, 1 + 2 K]`` float32, the log-probs of the labels and of the teacher's K most likely ids,
+    and these ids, which float32 holds up to 2^24; and with ``keeps_states`` the rows of
+    `TeacherStates.hidden`."""
     reader = InputReader(groups, num_microbatches=num_microbatches)
 
     def forward_step(
@@ -335,10 +379,14 @@ def teacher_forward_step(
 
     def collect(
         inputs: MicroBatchInputs, model: MegatronModule, hidden: Tensor, non_loss_data: bool = True
-    ) -> Tensor:
+    ) -> tuple[Tensor, Tensor | None]:
+        rows = None
+        if keeps_states:
+            assert inputs.scored is not None, "this stage has the loss"
+            rows = kept_rows(inputs.scored.select_own(hidden.squeeze(0)))
         labels = inputs.batch.labels[:, None]
         if top_k == 0:
-            return token_log_probs(model, hidden, labels, groups, options, inputs.scored)[0]
+            return token_log_probs(model, hidden, labels, groups, options, inputs.scored)[0], rows
         ids = top_ids_from_hidden(
             hidden.squeeze(0),
             output_weight(model),
@@ -350,6 +398,6 @@ def teacher_forward_step(
         )
         every = torch.cat((labels, ids), dim=1)
         log_probs, _ = token_log_probs(model, hidden, every, groups, options, inputs.scored)
-        return torch.cat((log_probs, ids.to(log_probs.dtype)), dim=1)
+        return torch.cat((log_probs, ids.to(log_probs.dtype)), dim=1), rows
 
     return forward_step

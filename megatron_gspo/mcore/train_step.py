@@ -30,6 +30,7 @@ from megatron_gspo.mcore.forward_step import (
     ForwardStep,
     PolicyLossOutput,
     log_prob_forward_step,
+    output_weight,
     policy_forward_step,
     teacher_forward_step,
 )
@@ -46,6 +47,7 @@ from megatron_gspo.mcore.routing_replay.micro_batch_routes import (
     ReplayOptions,
     routes_of_mini_batch,
 )
+from megatron_gspo.mcore.teacher_states import TeacherStates, rows_of_policy
 from megatron_gspo.parallel.log_probs import LogProbOptions
 from megatron_gspo.parallel.metric_reduction import reduce_metrics
 
@@ -165,6 +167,9 @@ class TeacherScores:
     top_log_probs: np.ndarray
     """[T, K] float32, of these."""
 
+    states: TeacherStates | None = None
+    """For the divergence over the whole vocabulary; in the micro-batches of the pass."""
+
 
 def compute_teacher_scores(
     teacher: Policy,
@@ -174,12 +179,14 @@ def compute_teacher_scores(
     temperature: float,
     vocab_size: int,
     top_k: int,
+    states_for: Policy | None = None,
     plan: MicroBatchPlan | None = None,
 ) -> TeacherScores:
     """How a teacher scores every response token.
 
-    ``vocab_size``: of the policy; other ids of the teacher have no probability. ``plan``: as in
-    ``compute_log_probs``. Afterwards the teacher's weights are in host memory.
+    ``vocab_size``: of the policy; other ids of the teacher have no probability. ``states_for``: the
+    policy whose updates read the teacher's states. ``plan``: as in ``compute_log_probs``. Afterwards
+    the teacher's weights are in host memory.
     """
     batches = pack_mini_batch(teacher, batch, training, optional=(), routing=None, plan=plan)
     step = teacher_forward_step(
@@ -187,18 +194,31 @@ def compute_teacher_scores(
         num_microbatches=len(batches.batches),
         options=LogProbOptions(temperature, vocab_size, chunk_bytes=training.log_prob_bytes),
         top_k=top_k,
+        keeps_states=states_for is not None,
     )
     teacher.memory.restore_weights()
     with torch.no_grad():
         outputs = run_schedule(teacher, step, batches, forward_only=True)
+    states = None
+    if states_for is not None:
+        weight = None
+        if teacher.groups.is_last_stage:
+            rows = len(output_weight(states_for.chunks[-1]))
+            weight = rows_of_policy(output_weight(teacher.chunks[-1]), rows, teacher.groups.tp)
+        states = TeacherStates([rows for _, rows in outputs], weight)
     teacher.memory.release()
     scores = values_of_replica(
-        outputs, batches.layouts, batch, teacher.groups, shape=(1 + 2 * top_k,)
+        [values for values, _ in outputs],
+        batches.layouts,
+        batch,
+        teacher.groups,
+        shape=(1 + 2 * top_k,),
     )
     return TeacherScores(
         log_probs=scores[:, 0].copy(),
         top_log_probs=scores[:, 1 : 1 + top_k].copy(),
         top_ids=scores[:, 1 + top_k :].astype(np.int32),
+        states=states,
     )
 
 
@@ -244,12 +264,13 @@ def train_mini_batch(
     routing: ReplayOptions | None = None,
     plan: MicroBatchPlan | None = None,
     distillation: Distillation | None = None,
+    teacher: TeacherStates | None = None,
     score_centering: ScoreCentering | None = None,
 ) -> StepResult:
     """One optimizer step on a global mini-batch: forward, backward, gradient reduction, clipping,
     optimizer, schedule.
 
-    ``plan``: as in ``compute_log_probs``. ``distillation``, ``score_centering``: as in
+    ``plan``: as in ``compute_log_probs``. ``distillation``, ``teacher``, ``score_centering``: as in
     ``policy_forward_step``.
     """
     optional = OPTIONAL_FIELDS + TEACHER_FIELDS + CENTERING_FIELDS
@@ -266,6 +287,7 @@ def train_mini_batch(
         routing=routes,
         chunk_bytes=training.log_prob_bytes,
         distillation=distillation,
+        teacher=teacher,
         score_centering=score_centering,
     )
     metrics = optimizer_step(policy)
@@ -311,10 +333,11 @@ def forward_backward(
     routing: Sequence[MicroBatchRoutes] | None = None,
     chunk_bytes: int | None = None,
     distillation: Distillation | None = None,
+    teacher: TeacherStates | None = None,
     score_centering: ScoreCentering | None = None,
 ) -> list[PolicyLossOutput]:
     """Zero the gradients, run the schedule and reduce the gradients; returns the last stage's
-    output per micro-batch. ``chunk_bytes``, ``distillation``, ``score_centering``: as in
+    output per micro-batch. ``chunk_bytes``, ``distillation``, ``teacher``, ``score_centering``: as in
     ``policy_forward_step``.
 
     Raises ``RoutingError`` where a router did not use its routes exactly once.
@@ -329,6 +352,7 @@ def forward_backward(
         routing=routing,
         chunk_bytes=chunk_bytes,
         distillation=distillation,
+        teacher=teacher,
         score_centering=score_centering,
     )
     outputs = run_schedule(policy, step, batches, forward_only=False)

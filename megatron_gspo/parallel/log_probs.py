@@ -13,10 +13,15 @@ so that results are bitwise equal. The backward recomputes the logits of each ti
 where there was memory to keep them: the bits are the same. The entropy is summed relative to the
 maximum: logsumexp(x) - sum p x would lose its digits for large logits.
 
+The divergences from a teacher (`divergence_from_hidden`, `teacher_tiles.py`) are more numbers of the
+same pass, which multiplies the teacher's logits of each tile too.
+
 With ``ScoredRows`` all of this, communication included, is done for the scored positions alone.
 """
 
-from dataclasses import dataclass
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol, TypeVar
 
@@ -35,6 +40,7 @@ from megatron_gspo.parallel.collectives import (
 )
 from megatron_gspo.parallel.main_gradients import main_gradient, placeholder
 from megatron_gspo.parallel.scored_rows import ScoredRows
+from megatron_gspo.parallel.teacher_tiles import Comparison, TeacherFactors, TeacherRows
 from megatron_gspo.parallel.vocabulary_tiles import (
     TILE,
     RowFactors,
@@ -116,20 +122,79 @@ def log_probs_from_hidden(
             check would synchronise a GPU).
     """
     call = _resolve(options or LogProbOptions(), hidden, weight, tp_group, sequence_parallel)
+    log_probs, entropy, _ = _scores(hidden, weight, labels, call, scored, None)
+    return log_probs, entropy
+
+
+@dataclass(frozen=True)
+class TeacherHead:
+    """What a teacher multiplies to its logits. It gets no gradient."""
+
+    hidden: Tensor
+    """[c, h'], its hidden states at this rank's rows that are scored (`ScoredRows.select_own`);
+    without `ScoredRows` at all rows."""
+
+    weight: Tensor
+    """[V / tp, h'], its output weight's rows of the same ids as the policy's on this rank."""
+
+
+def divergence_from_hidden(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    teacher: TeacherHead,
+    options: LogProbOptions | None = None,
+    *,
+    tp_group: ProcessGroup | None = None,
+    sequence_parallel: bool = False,
+    scored: ScoredRows | None = None,
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """`log_probs_from_hidden`, and in the same pass over the vocabulary the divergences
+    ``[T, 2]`` of the policy p from the teacher t at each position, KL(p || t) and KL(t || p), in
+    nats. Both have p's gradient.
+
+    The temperature divides the teacher's logits too. Raises ValueError also for a teacher whose
+    shapes do not match.
+    """
+    call = _resolve(options or LogProbOptions(), hidden, weight, tp_group, sequence_parallel)
+    call = replace(call, chunk_bytes=call.chunk_bytes // 2)  # for the tiles of two models
+    rows = len(hidden) if scored is None else scored.padded
+    if teacher.hidden.shape != (rows, teacher.weight.shape[1]) or len(teacher.weight) != len(
+        weight
+    ):
+        raise ValueError(
+            f"the teacher's hidden {tuple(teacher.hidden.shape)} and weight"
+            f" {tuple(teacher.weight.shape)} must be [{rows}, h'] and [{len(weight)}, h']"
+        )
+    log_probs, entropy, divergences = _scores(hidden, weight, labels, call, scored, teacher)
+    assert divergences is not None
+    return log_probs, entropy, divergences
+
+
+def _scores(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    call: _Resolved,
+    scored: ScoredRows | None,
+    teacher: TeacherHead | None,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Log-probs, entropy and divergences of all positions, as far as they are asked for."""
     _check_shapes(hidden, weight, labels, call)
     chosen = (labels if scored is None else labels.index_select(0, scored.positions)).long()
     _check_labels(chosen, call.vocab_size)
     if torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad):
-        log_probs, entropy = _LogProbs.apply(hidden, weight, chosen, scored, call)
+        results = _LogProbs.apply(hidden, weight, chosen, scored, call, teacher)
     else:
         with torch.no_grad():
-            log_probs, entropy, _ = _forward(
-                _local_rows(hidden, scored), weight, chosen, scored, call, False
+            *results, _ = _forward(
+                _local_rows(hidden, scored), weight, chosen, scored, call, teacher, False
             )
-    if scored is None:
-        return log_probs, entropy
-    at_positions = partial(_at_positions, scored.positions, len(labels))
-    return at_positions(log_probs), None if entropy is None else at_positions(entropy)
+    if scored is not None:
+        at_positions = partial(_at_positions, scored.positions, len(labels))
+        results = [None if values is None else at_positions(values) for values in results]
+    log_probs, entropy, divergences = results
+    return log_probs, entropy, divergences
 
 
 @torch.no_grad()
@@ -216,6 +281,17 @@ class _Saved:
     # [tiles, T], the probability of each of this rank's tiles of the vocabulary.
     tile_probabilities: Tensor
     kept: list[Tensor]
+    teacher: _SavedTeacher | None
+
+
+@dataclass(frozen=True)
+class _SavedTeacher:
+    """Tensors of a comparison that the backward needs, as those of `_Saved`, and KL(p || t) [T]."""
+
+    maximum: Tensor
+    log_total: Tensor
+    tile_probabilities: Tensor
+    reverse: Tensor
 
 
 def _default(by_device: dict[str, T], device: torch.device) -> T:
@@ -298,18 +374,21 @@ def _forward(
     labels: Tensor,
     scored: ScoredRows | None,
     options: _Resolved,
+    teacher: TeacherHead | None,
     differentiable: bool,
-) -> tuple[Tensor, Tensor | None, _Saved | None]:
+) -> tuple[Tensor, Tensor | None, Tensor | None, _Saved | None]:
     """hidden: `_local_rows`; labels: of the scored positions."""
     of_position = _columns(labels)
     tiling = _tiling(hidden, weight, labels.shape[0], options, differentiable)
     all_hidden = _all_hidden(hidden, weight, scored, tiling, options)
-    local = local_statistics(all_hidden, weight, of_position, tiling, options.with_entropy)
-    # [tp, 2 + K or 3 + K, T]
+    rows = None if teacher is None else _teacher_rows(teacher, scored, tiling, options)
+    local = local_statistics(all_hidden, weight, of_position, tiling, options.with_entropy, rows)
+    # [tp, rows, T]
     of_ranks = gather_rows(local.packed()[None], options.tp_group)
     maxima = of_ranks[:, 0]
     totals = of_ranks[:, 1]
-    label_logits = of_ranks[:, 2 : 2 + of_position.shape[1]].sum(0).t()
+    after_labels = 2 + of_position.shape[1]
+    label_logits = of_ranks[:, 2:after_labels].sum(0).t()
     maximum = maxima.amax(0)
     shift = maxima - maximum
     factor = shift.exp()
@@ -318,12 +397,33 @@ def _forward(
     log_probs = (label_logits - maximum[:, None] - log_total[:, None]).view(labels.shape)
     entropy = None
     if options.with_entropy:
-        moments = of_ranks[:, -1] + totals * shift
+        moments = of_ranks[:, after_labels] + totals * shift
         entropy = log_total - (moments * factor).sum(0) / total
+    divergences = saved_teacher = None
+    if local.teacher_tiles is not None:
+        compared = Comparison(*of_ranks[:, -4:].unbind(1)).summed(maxima, totals)
+        divergences = compared.divergences(total)
+        tiles = local.teacher_tiles
+        saved_teacher = _SavedTeacher(
+            maximum=compared.maximum,
+            log_total=compared.total.log(),
+            tile_probabilities=tiles.total
+            * (tiles.maximum - compared.maximum).exp_()
+            / compared.total,
+            reverse=divergences[:, 0].clone(),
+        )
     if not differentiable:
-        return log_probs, entropy, None
+        return log_probs, entropy, divergences, None
     tile_probabilities = local.tile_totals * (local.tile_maxima - maximum).exp_() / total
-    return log_probs, entropy, _Saved(maximum, log_total, tile_probabilities, local.kept)
+    saved = _Saved(maximum, log_total, tile_probabilities, local.kept, saved_teacher)
+    return log_probs, entropy, divergences, saved
+
+
+def _teacher_rows(
+    teacher: TeacherHead, scored: ScoredRows | None, tiling: Tiling, options: _Resolved
+) -> TeacherRows:
+    hidden = _all_hidden(teacher.hidden, teacher.weight, scored, tiling, options)
+    return TeacherRows(hidden, teacher.weight)
 
 
 def _local_rows(hidden: Tensor, scored: ScoredRows | None) -> Tensor:
@@ -354,6 +454,8 @@ def _joined_gradient(grad: Tensor, scored: ScoredRows | None, options: _Resolved
 class _LogProbContext(AutogradContext, Protocol):
     scored: ScoredRows | None
     options: _Resolved
+    teacher: TeacherHead | None
+    saved_teacher: _SavedTeacher | None
     rows: int
     """The rows of this rank's hidden states."""
 
@@ -367,12 +469,15 @@ class _LogProbs(torch.autograd.Function):
         labels: Tensor,
         scored: ScoredRows | None,
         options: _Resolved,
-    ) -> tuple[Tensor, Tensor | None]:
+        teacher: TeacherHead | None,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         local_hidden = _local_rows(hidden, scored)
-        log_probs, entropy, saved = _forward(
-            local_hidden, weight, labels, scored, options, differentiable=True
+        log_probs, entropy, divergences, saved = _forward(
+            local_hidden, weight, labels, scored, options, teacher, differentiable=True
         )
         assert saved is not None
+        ctx.teacher = teacher
+        ctx.saved_teacher = saved.teacher
         ctx.scored = scored
         ctx.options = options
         ctx.rows = len(hidden)
@@ -387,22 +492,32 @@ class _LogProbs(torch.autograd.Function):
             saved.tile_probabilities,
             *saved.kept,
         )
-        return log_probs, entropy
+        return log_probs, entropy, divergences
 
     @staticmethod
     @once_differentiable
     def backward(
-        ctx: _LogProbContext, grad_log_probs: Tensor | None, grad_entropy: Tensor | None
-    ) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+        ctx: _LogProbContext,
+        grad_log_probs: Tensor | None,
+        grad_entropy: Tensor | None,
+        grad_divergences: Tensor | None,
+    ) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
         hidden, weight, labels, entropy, *rest = ctx.saved_tensors
         maximum, log_total, tile_probabilities, *kept = rest
-        saved = _Saved(maximum, log_total, tile_probabilities, kept)
+        saved = _Saved(maximum, log_total, tile_probabilities, kept, ctx.saved_teacher)
         scored = ctx.scored
         options = ctx.options
         tiling = _tiling(hidden, weight, labels.shape[0], options, may_keep=False)
         if grad_log_probs is None:
             grad_log_probs = labels.new_zeros(labels.shape, dtype=tiling.dtype)
         factors = _row_factors(_columns(grad_log_probs), grad_entropy, entropy, saved, tiling.scale)
+        of_teacher = None
+        if ctx.teacher is not None and grad_divergences is not None:
+            rows = _teacher_rows(ctx.teacher, scored, tiling, options)
+            factors, teacher_factors = _with_teacher(
+                factors, grad_divergences * tiling.scale, saved
+            )
+            of_teacher = (rows, teacher_factors)
         all_hidden = _all_hidden(hidden, weight, scored, tiling, options)
         total = main_gradient(weight) if ctx.needs_input_grad[1] else None
         if total is not None and total.dtype != tiling.dtype:
@@ -416,6 +531,7 @@ class _LogProbs(torch.autograd.Function):
             tiling,
             (ctx.needs_input_grad[0], ctx.needs_input_grad[1]),
             total,
+            of_teacher,
         )
         if total is not None:
             grad_weight = placeholder(weight)
@@ -423,7 +539,7 @@ class _LogProbs(torch.autograd.Function):
             grad_hidden = _joined_gradient(grad_hidden, scored, options).to(hidden.dtype)
             if scored is not None:
                 grad_hidden = scored.spread_own(grad_hidden, ctx.rows)
-        return grad_hidden, grad_weight, None, None, None
+        return grad_hidden, grad_weight, None, None, None, None
 
 
 def _row_factors(
@@ -452,3 +568,20 @@ def _row_factors(
         constant=constant,
         label=grad_log_probs * scale,
     )
+
+
+def _with_teacher(
+    factors: RowFactors, weights: Tensor, saved: _Saved
+) -> tuple[RowFactors, TeacherFactors]:
+    """The factors with the gradient of both divergences, and the part that reads the teacher's
+    logits; see `teacher_tiles.py`. weights: [T, 2], of the divergences, per unit of a logit."""
+    teacher = saved.teacher
+    assert teacher is not None
+    reverse, forward = weights.unbind(1)
+    slope = reverse if factors.slope is None else factors.slope + reverse
+    constant = reverse * (teacher.log_total - saved.log_total - teacher.reverse) + forward
+    of_policy = replace(factors, slope=slope, constant=factors.constant + constant)
+    of_teacher = TeacherFactors(
+        teacher.maximum, teacher.log_total, teacher.tile_probabilities, reverse, forward
+    )
+    return of_policy, of_teacher

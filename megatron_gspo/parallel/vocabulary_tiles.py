@@ -12,8 +12,18 @@ import torch
 from torch import Tensor
 
 from megatron_gspo.kernels import row_kernels_apply
-from megatron_gspo.kernels.operators import logit_gradient, logit_statistics
+from megatron_gspo.kernels.operators import (
+    comparison_gradient,
+    logit_gradient,
+    logit_statistics,
+)
 from megatron_gspo.parallel.main_gradients import add_product
+from megatron_gspo.parallel.teacher_tiles import (
+    Comparison,
+    TeacherFactors,
+    TeacherRows,
+    compare_tile,
+)
 
 TILE = {"cpu": (1024, 384), "cuda": (8192, 8192)}
 """Preferred (tokens, vocabulary) of a tile: one that fits in a CPU core's cache, one that fills a
@@ -112,31 +122,43 @@ class LocalStatistics:
     tile_maxima: Tensor  # [tiles, T], of each tile of the vocabulary
     tile_totals: Tensor  # [tiles, T]: sum exp(x - tile's maximum)
     kept: list[Tensor]  # the logits, tile after tile, or none
+    compared: Comparison | None  # with a teacher
+    teacher_tiles: Comparison | None  # [tiles, T], of each tile of the vocabulary
 
     def packed(self) -> Tensor:
-        """[2 + K or 3 + K, T]: maximum, total, the labels and the moment, if there is one."""
-        rows = torch.cat((torch.stack((self.maximum, self.total)), self.label.t()))
-        return rows if self.moment is None else torch.cat((rows, self.moment[None]))
+        """[2 + K + ..., T]: maximum, total, the labels, the moment and the comparison with a teacher,
+        if there are these."""
+        rows = [torch.stack((self.maximum, self.total)), self.label.t()]
+        if self.moment is not None:
+            rows.append(self.moment[None])
+        if self.compared is not None:
+            rows.append(self.compared.packed())
+        return torch.cat(rows)
 
 
 def local_statistics(
-    hidden: Tensor, weight: Tensor, labels: Tensor, tiling: Tiling, with_entropy: bool
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    tiling: Tiling,
+    with_entropy: bool,
+    teacher: TeacherRows | None = None,
 ) -> LocalStatistics:
     """Per-token statistics over this rank's rows. hidden: [T, h] from ``operand``; labels: [T, K].
+    teacher: what the logits are compared with.
 
     The softmax of a tile also gives its sum: its largest entry is exp(0) / sum. One fused pass is
     cheaper than exponentials and their sum, and the tiles need no running maximum.
     """
     tokens = hidden.shape[0]
     spans = _spans(tiling.rows, tiling.tile[1])
-    # At least one tile: a rank of padding rows only has none. Not -inf, because -inf * 0 is NaN.
-    tiles = hidden.new_zeros(
-        (3 if with_entropy else 2, max(1, len(spans)), tokens), dtype=tiling.dtype
-    )
-    tiles[0].fill_(torch.finfo(tiling.dtype).min)
     label = hidden.new_zeros(labels.shape, dtype=tiling.dtype)
+    # At least one tile: a rank of padding rows only has none.
+    tiles = _lowest((3 if with_entropy else 2, max(1, len(spans)), tokens), label)
     kept: list[Tensor] = []
     scratch = _Scratch.of(hidden, tiling, 2 if with_entropy else 1)
+    beside = None if teacher is None else _TeacherLogits(teacher, tiling)
+    teacher_tiles = _lowest((4, *tiles.shape[1:]), tiles) if beside is not None else None
     positions = _label_positions(labels, tiling)
     chunks = [
         (t0, t1, hidden[t0:t1], positions.cut(t0, t1), label[t0:t1])
@@ -144,6 +166,8 @@ def local_statistics(
     ]
     for i, (v0, v1) in enumerate(spans):
         columns = weight[v0:v1].to(hidden.dtype).t()
+        if beside is not None:
+            beside.start_tile(v0, v1)
         for t0, t1, chunk_hidden, chunk_positions, chunk_label in chunks:
             buffers = scratch.views(t1 - t0, v1 - v0)
             logits = buffers[0]
@@ -153,6 +177,9 @@ def local_statistics(
             _logits(chunk_hidden, columns, tiling.scale, logits)
             column, inside = chunk_positions.in_tile(i, v1 - v0)
             torch.where(inside, logits.gather(1, column), chunk_label, out=chunk_label)
+            if beside is not None and teacher_tiles is not None:
+                teacher_logits, *others = beside.of_tokens(t0, t1)
+                compare_tile(teacher_tiles[:, i, t0:t1], logits, teacher_logits, others)
             _summarize(tiles[:, i, t0:t1], logits, buffers)
     if spans:
         tiles[1].reciprocal_()
@@ -160,7 +187,18 @@ def local_statistics(
     shift = tiles[0] - maximum
     weights = tiles[1] * shift.exp()
     moment = (weights * shift.add_(tiles[2])).sum(0) if with_entropy else None
-    return LocalStatistics(maximum, weights.sum(0), label, moment, tiles[0], tiles[1], kept)
+    of_tiles = None if teacher_tiles is None else Comparison(*teacher_tiles)
+    return LocalStatistics(
+        maximum=maximum,
+        total=weights.sum(0),
+        label=label,
+        moment=moment,
+        tile_maxima=tiles[0],
+        tile_totals=tiles[1],
+        kept=kept,
+        compared=None if of_tiles is None else of_tiles.summed(tiles[0], tiles[1]),
+        teacher_tiles=of_tiles,
+    )
 
 
 def local_gradients(
@@ -172,13 +210,14 @@ def local_gradients(
     tiling: Tiling,
     needed: tuple[bool, bool],
     total: Tensor | None = None,
+    teacher: tuple[TeacherRows, TeacherFactors] | None = None,
 ) -> tuple[Tensor | None, Tensor | None]:
     """This rank's part of hidden's gradient, [T, h] in tiling.dtype, and the weight's, in its own
     dtype.
 
     Both are summed in tiling.dtype; one that is not needed is None. hidden: [T, h] from
     ``operand``; labels: [T, K]; kept: the logits of the forward, tile after tile, or none. total:
-    what the weight's gradient is added to, in tiling.dtype; it is returned.
+    what the weight's gradient is added to, in tiling.dtype; it is returned. teacher: with a slope.
     """
     tokens = hidden.shape[0]
     grad_hidden = hidden.new_zeros(hidden.shape, dtype=tiling.dtype) if needed[0] else None
@@ -188,7 +227,12 @@ def local_gradients(
         grad_weight[tiling.rows if tokens else 0 :].zero_()
     scratch = _Scratch.of(hidden, tiling, 1 if factors.slope is None else 2)
     positions = _label_positions(labels, tiling)
-    packed = factors.packed() if row_kernels_apply(scratch.buffers[0]) else None
+    beside = None if teacher is None else _TeacherLogits(teacher[0], tiling)
+    packed = None
+    if row_kernels_apply(scratch.buffers[0]):
+        packed = factors.packed()
+        if teacher is not None:
+            packed = torch.cat((packed, teacher[1].packed()))
     local_labels = labels - tiling.first
     chunks = [
         (
@@ -204,6 +248,8 @@ def local_gradients(
     kept_tiles = iter(kept)
     for i, (v0, v1) in enumerate(_spans(tiling.rows, tiling.tile[1])):
         rows = weight[v0:v1].to(hidden.dtype)
+        if beside is not None:
+            beside.start_tile(v0, v1)
         # A view where the dtype is the weight's, else a buffer that is written back below.
         grad_rows = None if grad_weight is None else grad_weight[v0:v1]
         if grad_rows is not None and grad_rows.dtype != tiling.dtype:
@@ -213,14 +259,29 @@ def local_gradients(
             logits = next(kept_tiles, buffers[0])
             if not kept:
                 _logits(chunk_hidden, rows.t(), tiling.scale, logits)
+            teacher_tiles = [] if beside is None else beside.of_tokens(t0, t1)
             if packed is not None:
-                grad_logits = logit_gradient(
-                    logits, local_labels[t0:t1], v0, packed[:, t0:t1], hidden.dtype
+                gradient = comparison_gradient if teacher_tiles else logit_gradient
+                grad_logits = gradient(
+                    logits,
+                    *teacher_tiles,
+                    local_labels[t0:t1],
+                    v0,
+                    packed[:, t0:t1],
+                    hidden.dtype,
                 )
             else:
                 grad_logits = _grad_logits(
                     logits, chunk_positions.in_tile(i, v1 - v0), chunk_factors, i, buffers
                 )
+                if teacher is not None:
+                    teacher[1].cut(t0, t1).subtract_from(
+                        grad_logits,
+                        i,
+                        buffers[-1],
+                        chunk_factors.tile_probabilities[i],
+                        *teacher_tiles[:2],
+                    )
                 grad_logits = grad_logits.to(hidden.dtype)
             if grad_rows is not None:
                 is_first = total is None and t0 == 0
@@ -258,6 +319,13 @@ def local_top(hidden: Tensor, weight: Tensor, count: int, tiling: Tiling) -> tup
     return values, ids
 
 
+def _lowest(shape: tuple[int, ...], like: Tensor) -> Tensor:
+    """Statistics of no ids: maxima first, then zeros. Not -inf, because -inf * 0 is NaN."""
+    values = like.new_zeros(shape)
+    values[0].fill_(torch.finfo(like.dtype).min)
+    return values
+
+
 def _spans(total: int, step: int) -> list[tuple[int, int]]:
     return [(start, min(start + step, total)) for start in range(0, total, step)]
 
@@ -289,6 +357,27 @@ class _Scratch:
                 buffer[: tokens * vocabulary].view(shape) for buffer in self.buffers
             ]
         return self.made[shape]
+
+
+class _TeacherLogits:
+    """A teacher's logits of one tile after the other, and buffers of the same shape."""
+
+    def __init__(self, teacher: TeacherRows, tiling: Tiling) -> None:
+        self._teacher = teacher
+        self._tiling = tiling
+        self._scratch = _Scratch.of(teacher.hidden, tiling, 3)
+        self._columns = teacher.weight[:0].t()
+
+    def start_tile(self, start: int, end: int) -> None:
+        """The next logits are of ids [start, end) of the rows."""
+        self._columns = self._teacher.weight[start:end].to(self._teacher.hidden.dtype).t()
+
+    def of_tokens(self, start: int, end: int) -> list[Tensor]:
+        """[t, v] of tokens [start, end), and two buffers, or none where the kernels run."""
+        buffers = self._scratch.views(end - start, self._columns.shape[1])
+        hidden = self._teacher.hidden[start:end]
+        _logits(hidden, self._columns, self._tiling.scale, buffers[0])
+        return buffers
 
 
 def _logits(hidden: Tensor, columns: Tensor, scale: float, out: Tensor) -> None:

@@ -39,6 +39,7 @@ class Scenario:
     replay: bool = False
     branches: bool = False
     distillation: Distillation | None = None
+    all_ids: bool = False
     score_centering: ScoreCentering | None = None
     truncated: bool = False
 
@@ -124,6 +125,14 @@ OTHERS = {
         temperature=0.8,
         distillation=Distillation(coef=0.7, forward_weight=0.4),
         score_centering=ScoreCentering(),
+    ),
+    "distilled over all ids": Scenario(
+        preset("gspo_token", epsilon_low=0.02, epsilon_high=0.03, entropy_coef=0.01),
+        0.05,
+        per_token=True,
+        temperature=0.8,
+        distillation=Distillation(coef=0.7, forward_weight=0.4),
+        all_ids=True,
     ),
 }
 ALL = SCENARIOS | REPLAYED | BRANCHED | OTHERS
@@ -324,6 +333,14 @@ def teacher_columns(
         "teacher_top_ids": ids.astype(np.int32),
         "teacher_top_log_probs": np.log(shares).astype(np.float32),
     }
+
+
+def teacher_tables(vocab_size: int, *, width: int = 6, seed: int = 9) -> tuple[Tensor, Tensor]:
+    """A teacher's hidden states where a token is predicted, [vocab_size, width] by the token, and its
+    output weight, of this shape too."""
+    generator = torch.Generator().manual_seed(seed)
+    hidden, weight = torch.randn(2, vocab_size, width, generator=generator)
+    return hidden, weight
 
 
 def rollout_columns(

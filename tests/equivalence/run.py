@@ -11,19 +11,22 @@ from types import MappingProxyType
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from megatron_gspo.algorithms import finish_metrics
 from megatron_gspo.config import TrainingConfig
-from megatron_gspo.data.packing import OPTIONAL_FIELDS
+from megatron_gspo.data.packing import OPTIONAL_FIELDS, context_parallel_shard
 from megatron_gspo.data.sample import Sample
 from megatron_gspo.data.training_batch import TrainingBatch
-from megatron_gspo.mcore.forward_step import unwrap
+from megatron_gspo.mcore.forward_step import output_weight, unwrap
 from megatron_gspo.mcore.hf_weights import export_layers, export_weights, held_tensors
 from megatron_gspo.mcore.lora.adapter_weights import adapter_layers
+from megatron_gspo.mcore.micro_batches import MicroBatches
 from megatron_gspo.mcore.policy import Policy, TrainedParts, build_policy
-from megatron_gspo.mcore.process_groups import initialize
+from megatron_gspo.mcore.process_groups import compute_device, initialize
 from megatron_gspo.mcore.routing_replay.micro_batch_routes import ReplayOptions
+from megatron_gspo.mcore.teacher_states import TeacherStates
 from megatron_gspo.mcore.train_step import (
     compute_log_probs,
     forward_backward,
@@ -32,6 +35,7 @@ from megatron_gspo.mcore.train_step import (
     summed_metrics,
     train_mini_batch,
 )
+from megatron_gspo.parallel.scored_rows import ScoredRows
 from tests.equivalence.cases import (
     ALL,
     CUTS,
@@ -42,6 +46,7 @@ from tests.equivalence.cases import (
     Case,
     Scenario,
     stack,
+    teacher_tables,
 )
 from tests.equivalence.first_update import check_first_update
 from tests.equivalence.replay import compare_recorded, held_by, route_shape
@@ -212,6 +217,7 @@ def run_pass(
         temperature=scenario.temperature,
         routing=routing,
         distillation=scenario.distillation,
+        teacher=teacher_states(policy, batches) if scenario.all_ids else None,
         score_centering=scenario.score_centering,
     )
     log_probs = values_of(
@@ -220,6 +226,25 @@ def run_pass(
     metrics = finish_metrics(summed_metrics([output["metrics"] for output in outputs], policy))
     gradients = {name: value.clone().cpu() for name, value in exported_gradients(policy)}
     return Pass(log_probs, metrics, gradients)
+
+
+def teacher_states(policy: Policy, batches: MicroBatches) -> TeacherStates:
+    """Those of `teacher_tables`, of this rank's rows of each micro-batch."""
+    groups = policy.groups
+    if not groups.is_last_stage:
+        return TeacherStates((), None)
+    table, weight = teacher_tables(policy.shape.vocab_size)
+    rank, size = (groups.tp.rank(), groups.tp.size()) if policy.config.sequence_parallel else (0, 1)
+    hidden = []
+    for packed in batches.batches:
+        shard = context_parallel_shard(packed, groups.cp.rank(), groups.cp.size())
+        rows = ScoredRows.of(shard.response_mask, rank, size)
+        hidden.append(rows.select_own(table[shard.labels.chunk(size)[rank]]))
+    count = len(output_weight(policy.chunks[-1]))
+    padded = torch.full((count * groups.tp.size(), weight.shape[1]), 7.0)
+    padded[: len(weight)] = weight
+    of_rank = padded.chunk(groups.tp.size())[groups.tp.rank()]
+    return TeacherStates(hidden, of_rank.to(compute_device()))
 
 
 def exported_gradients(policy: Policy) -> Iterator[tuple[str, Tensor]]:

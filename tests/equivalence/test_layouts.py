@@ -114,6 +114,7 @@ def test_further_ids(models, arrangement):
             arrangement,
             ("over a support", "packed"),
             ("distilled, centred", "packed"),
+            ("distilled over all ids", "one by one"),
             ("centred, replayed", "one by one"),
         ),
     )

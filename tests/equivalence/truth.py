@@ -25,6 +25,7 @@ from tests.equivalence.cases import (
     make_samples,
     rollout_columns,
     teacher_columns,
+    teacher_tables,
     with_branches,
     with_old_log_probs,
     with_supports,
@@ -42,6 +43,7 @@ from tests.support.transformers_reference import (
     naive_training,
     observe_routers,
     response_centering,
+    response_distributions,
     response_divergence,
     score,
     without_gradient,
@@ -131,7 +133,9 @@ def expect(
     samples = with_old_log_probs(samples, values_of(scored), scenario.spread, SEED + 1, outlier=3)
     batch = joined(samples, scored)
     columns: dict[str, np.ndarray] = {}
-    if scenario.distillation is not None:
+    if scenario.all_ids:
+        batch = replace(batch, divergence=whole_divergence_of(model, samples, scenario))
+    elif scenario.distillation is not None:
         columns |= teacher_columns(samples, model.config.vocab_size)
         batch = replace(batch, divergence=divergence_of(model, samples, scenario, columns))
     if scenario.score_centering is not None:
@@ -166,6 +170,24 @@ def divergence_of(
             for sample, ids, log_probs in _top_ids(samples, columns, "teacher")
         ]
     )
+
+
+def whole_divergence_of(
+    model: torch.nn.Module, samples: list[Sample], scenario: Scenario
+) -> Tensor:
+    """Of all response tokens, end to end, over the vocabulary, with its gradient."""
+    assert scenario.distillation is not None
+    hidden, weight = (table.double() for table in teacher_tables(model.config.vocab_size))
+    share = scenario.distillation.forward_weight
+    values = []
+    for sample in samples:
+        log_p = response_distributions(model, sample, scenario.temperature)
+        logits = hidden[torch.from_numpy(sample.response_ids)] @ weight.T
+        log_t = (logits / scenario.temperature).log_softmax(-1)
+        reverse = (log_p.exp() * (log_p - log_t)).sum(-1)
+        forward = (log_t.exp() * (log_t - log_p)).sum(-1)
+        values.append(scenario.distillation.coef * ((1 - share) * reverse + share * forward))
+    return torch.cat(values)
 
 
 def centering_of(

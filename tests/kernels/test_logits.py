@@ -9,10 +9,21 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_gspo.kernels.operators import logit_gradient, logit_statistics
-from megatron_gspo.parallel import LogProbOptions, log_probs_from_hidden, vocabulary_tiles
+from megatron_gspo.kernels.operators import (
+    comparison_gradient,
+    logit_comparison,
+    logit_gradient,
+    logit_statistics,
+)
+from megatron_gspo.parallel import (
+    LogProbOptions,
+    log_probs_from_hidden,
+    teacher_tiles,
+    vocabulary_tiles,
+)
+from megatron_gspo.parallel.log_probs import TeacherHead, divergence_from_hidden
 from megatron_gspo.parallel.vocabulary_tiles import _Scratch, _summarize
-from tests.kernels.errors import assert_near, check_operator
+from tests.kernels.errors import FLOAT32, assert_near, check_operator
 
 # a logit, widths below, of and above a tile, and the vocabulary of Qwen3
 SHAPES = [(1, 1), (3, 7), (2, 2048), (5, 2049), (1, 151_936)]
@@ -112,6 +123,75 @@ def test_the_head_with_kernels_is_the_head_without(monkeypatch, kept, count):
     assert {len(each.buffers) for each in scratch} == {1}, "the kernels need no exponentials"
 
 
+@pytest.mark.parametrize("shift", [0.0, 10_000.0])
+@pytest.mark.parametrize("rows, width", SHAPES)
+def test_comparison(rows, width, shift):
+    logits = SCALE * draw(rows, width, seed=0) + shift
+    teacher_logits = SCALE * draw(rows, width, seed=1) - shift
+    statistics = torch.full((4, 4, rows), math.nan)[:, 1]
+    logit_comparison(logits, teacher_logits, statistics)
+    x, z = (
+        values.double() - values.double().amax(1)[:, None] for values in (logits, teacher_logits)
+    )
+    assert torch.equal(statistics[0], teacher_logits.amax(1))
+    assert_near(statistics[1], z.exp().sum(1), torch.float32)
+    for actual, terms in ((statistics[2], x.exp() * (x - z)), (statistics[3], z.exp() * (z - x))):
+        assert bool(((actual.double() - terms.sum(1)).abs() <= FLOAT32 * terms.abs().sum(1)).all())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("rows, width", SHAPES)
+def test_gradient_beside_a_teacher(rows, width, dtype):
+    logits = SCALE * draw(rows, width, seed=0)
+    teacher_logits = SCALE * draw(rows, width, seed=1)
+    labels = torch.full((rows, 2), width // 2 + 11)
+    x, z = (
+        values.double() - values.double().amax(1)[:, None] for values in (logits, teacher_logits)
+    )
+    slope, constant, first_label, second_label, reverse, forward = draw(6, rows, seed=2).double()
+    factors = torch.stack(
+        (
+            logits.amax(1).double(),
+            x.logsumexp(1),
+            slope,
+            constant,
+            first_label,
+            second_label,
+            teacher_logits.amax(1).double(),
+            z.logsumexp(1),
+            reverse,
+            forward,
+        )
+    )
+    inner = slope[:, None] * x + constant[:, None] - reverse[:, None] * z
+    expected = x.softmax(1) * inner - z.softmax(1) * forward[:, None]
+    expected[:, width // 2] += first_label + second_label
+    actual = comparison_gradient(logits, teacher_logits, labels, 11, factors.float(), dtype)
+    assert actual.dtype == dtype
+    assert_near(actual, expected, dtype)
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_divergences_with_kernels_are_those_without(monkeypatch, kept):
+    hidden, weight = draw(13, 16, seed=0), draw(70, 16, seed=1)
+    teacher = TeacherHead(draw(13, 8, seed=5), draw(70, 8, seed=6))
+    labels = torch.randint(67, (13,), generator=torch.Generator().manual_seed(2))
+    options = LogProbOptions(0.7, vocab_size=67, chunk_bytes=2**20 if kept else 2**12)
+    of_divergences = draw(13, 2, seed=3)
+
+    def run() -> list[Tensor]:
+        leaves = [tensor.clone().requires_grad_() for tensor in (hidden, weight)]
+        log_probs, _, divergences = divergence_from_hidden(*leaves, labels, teacher, options)
+        loss = log_probs.sum() + (of_divergences * divergences).sum()
+        return [log_probs, divergences, *torch.autograd.grad(loss, leaves)]
+
+    composite = run()
+    for module in (vocabulary_tiles, teacher_tiles):
+        monkeypatch.setattr(module, "row_kernels_apply", lambda x: True)
+    for ours, expected in zip(run(), composite, strict=True):
+        assert torch.allclose(ours, expected, rtol=1e-4, atol=1e-5)
+
+
 def test_no_rows():
     statistics = torch.empty(2, 0)
     logit_statistics(torch.empty(0, 5), statistics)
@@ -126,3 +206,7 @@ def test_shapes_of_the_operators():
     labels = torch.tensor([[0, 4], [9, 2], [3, 3]])
     arguments = (logits, labels, 2, draw(6, 3, seed=1), torch.bfloat16)
     check_operator(logit_gradient, arguments)
+    teacher_logits = draw(3, 8, seed=2)
+    check_operator(logit_comparison, (logits, teacher_logits, torch.zeros(4, 3)))
+    arguments = (logits, teacher_logits, labels, 2, draw(10, 3, seed=1), torch.bfloat16)
+    check_operator(comparison_gradient, arguments)

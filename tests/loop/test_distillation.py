@@ -9,6 +9,7 @@ from megatron_gspo.config import DistillationConfig
 from megatron_gspo.data.training_batch import TrainingBatch
 from megatron_gspo.loop.distillation import with_teacher_advantages
 from megatron_gspo.loop.loss_masking import mask_samples
+from megatron_gspo.loop.teachers import Teachers
 from tests.support.samples import make_sample
 
 
@@ -28,7 +29,7 @@ def scored_batch() -> TrainingBatch:
 
 def test_the_sampled_token_alone():
     distillation = DistillationConfig(teacher="teacher", coef=2.0)
-    batch, metrics = with_teacher_advantages(scored_batch(), distillation)
+    batch, metrics = with_teacher_advantages(scored_batch(), distillation, Teachers({}))
     np.testing.assert_allclose(batch.responses["advantages"], [-4, 2, 6, 4])
     assert batch.responses["advantages"].dtype == np.float32
     assert metrics == {"distillation/kl": pytest.approx((2 - 1 - 2) / 3)}
@@ -36,13 +37,13 @@ def test_the_sampled_token_alone():
 
 def test_added_to_the_advantages_of_rewards():
     distillation = DistillationConfig(teacher="teacher", coef=2.0, reward_coef=4.0)
-    batch, _ = with_teacher_advantages(scored_batch(), distillation)
+    batch, _ = with_teacher_advantages(scored_batch(), distillation, Teachers({}))
     np.testing.assert_allclose(batch.responses["advantages"], [2 - 4, 2 + 2, 2 + 6, -2 + 4])
 
 
 def test_forward_kl():
     distillation = DistillationConfig(teacher="teacher", forward_weight=1.0)
-    batch, _ = with_teacher_advantages(scored_batch(), distillation)
+    batch, _ = with_teacher_advantages(scored_batch(), distillation, Teachers({}))
     expected = np.expm1([-2, 1, 3, 2])
     np.testing.assert_allclose(batch.responses["advantages"], expected, rtol=1e-6)
 
@@ -54,9 +55,23 @@ def test_a_token_among_the_teachers_ids_has_its_term_in_the_loss():
     batch = batch.with_column("teacher_top_ids", ids)
     batch = batch.with_column("teacher_top_log_probs", np.log(shares).astype(np.float32))
     distillation = DistillationConfig(teacher="teacher", reward_coef=1.0, top_k=2)
-    batch, metrics = with_teacher_advantages(batch, distillation)
+    batch, metrics = with_teacher_advantages(batch, distillation, Teachers({}))
     np.testing.assert_allclose(batch.responses["advantages"], [-1.5, 0.5, 3.5, -0.5])
     assert metrics["distillation/top_k_mass"] == pytest.approx((0.75 + 0.625 + 0.5) / 3)
+
+
+def test_metrics_of_each_teacher():
+    """The first response is the second teacher's, whose third token is not trained."""
+    batch = scored_batch()
+    batch.table["prompt_index"] = [4, 1]
+    chosen = np.array([0, 0, 0, 0, 1], dtype=np.int32)
+    teachers = Teachers({"math": None, "code": None, "none": None}, chosen)
+    _, metrics = with_teacher_advantages(batch, DistillationConfig(teacher="one"), teachers)
+    assert metrics == {
+        "distillation/kl": pytest.approx((2 - 1 - 2) / 3),
+        "distillation/kl/math": pytest.approx(-2),
+        "distillation/kl/code": pytest.approx((2 - 1) / 2),
+    }
 
 
 def test_a_response_that_the_teacher_cannot_score_is_masked():

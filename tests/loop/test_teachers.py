@@ -14,6 +14,7 @@ from megatron_gspo.data.sample import Sample
 from megatron_gspo.data.training_batch import TrainingBatch
 from megatron_gspo.errors import SharedEngineError
 from megatron_gspo.loop.teachers import ServerTeacher
+from megatron_gspo.mcore.train_step import TeacherScores
 from megatron_gspo.models import family_of, read_config
 from megatron_gspo.rollout.server_engine.scoring_client import ScoringClient
 from megatron_gspo.rollout.server_engine.server_api import ServedModel
@@ -26,28 +27,31 @@ from tests.support.model_server import ModelServer
 from tests.support.parallel_groups import groups_of
 from tests.support.ports import free_port
 from tests.support.training_runs import tiny_model
-from tests.support.transformers_reference import load_reference, response_log_probs
+from tests.support.transformers_reference import all_log_probs, load_reference, response_log_probs
 
 
 def samples() -> list[Sample]:
     return with_branches(make_samples(3, 6, vocab_size=60), 3)
 
 
+TOP_K = 4
+
+
 def client_of(path: str, *urls: str) -> ScoringClient:
     config = ServerConfig(urls=urls, retries=1)
     shape = family_of(read_config(path))[1]
-    return ScoringClient(config, SGLangAPI(), ServedModel(shape))
+    return ScoringClient(config, SGLangAPI(), ServedModel(shape, top_log_probs=TOP_K))
 
 
-def score(path: str, *urls: str, tensor: int = 1) -> np.ndarray:
+def score(path: str, *urls: str, tensor: int = 1) -> TeacherScores:
     teacher = ServerTeacher(client_of(path, *urls), groups_of(parallel(tensor=tensor)))
     try:
-        return teacher.score(TrainingBatch.of(samples()), None).log_probs
+        return teacher.score(TrainingBatch.of(samples()), None)
     finally:
         teacher.close()
 
 
-def scores_of_ranks(rank: int, world_size: int, path: str, url: str) -> np.ndarray:
+def scores_of_ranks(rank: int, world_size: int, path: str, url: str) -> TeacherScores:
     return score(path, f"http://127.0.0.1:{free_port()}", url, tensor=world_size)
 
 
@@ -57,15 +61,26 @@ def message_of_ranks(rank: int, world_size: int, path: str, url: str) -> str:
     return str(error.value)
 
 
+def check_top(scores: TeacherScores, expected: np.ndarray) -> None:
+    """expected: [T, vocabulary], 0 where nothing predicts."""
+    predicted = expected.any(axis=1)
+    chosen = np.sort(expected, axis=1)[predicted, : -TOP_K - 1 : -1]
+    np.testing.assert_allclose(scores.top_log_probs[predicted], chosen, atol=2e-5)
+    of_ids = np.take_along_axis(expected, scores.top_ids.astype(np.int64), axis=1)[predicted]
+    np.testing.assert_allclose(scores.top_log_probs[predicted], of_ids, atol=2e-5)
+
+
 def test_every_rank_has_the_scores_although_a_server_is_down(tmp_path: Path) -> None:
     path = tiny_model(tmp_path / "model")
     reference = load_reference(path)
     with torch.no_grad():
         expected = [response_log_probs(reference, sample)[0].numpy() for sample in samples()]
+        top = [all_log_probs(reference, sample) for sample in samples()]
     with ModelServer(path) as server:
-        for log_probs in run_distributed(scores_of_ranks, 2, path, server.url):
-            assert log_probs.dtype == np.float32
-            np.testing.assert_allclose(log_probs, np.concatenate(expected), atol=2e-5)
+        for scores in run_distributed(scores_of_ranks, 2, path, server.url):
+            assert scores.log_probs.dtype == np.float32
+            np.testing.assert_allclose(scores.log_probs, np.concatenate(expected), atol=2e-5)
+            check_top(scores, np.concatenate(top))
         assert server.scored == sum(sample.num_rows for sample in samples())
 
 

@@ -55,4 +55,34 @@ DISTILLATION = (
         after="constant = grad_log_probs[:, 0] * -scale",
         test="tests/parallel/test_log_probs.py::test_matches_log_softmax",
     ),
+    SeededBug(
+        name="the KL over the vocabulary: the teacher's sums of tiles keep their own maxima",
+        file="megatron_gspo/parallel/teacher_tiles.py",
+        before="shift = of_policy - of_teacher",
+        after="shift = of_policy",
+        test="tests/parallel/test_divergence.py::test_against_float64",
+    ),
+    SeededBug(
+        name="the gradient of the reverse KL is not centred",
+        file="megatron_gspo/parallel/log_probs.py",
+        before="teacher.log_total - saved.log_total - teacher.reverse",
+        after="teacher.log_total - saved.log_total",
+        test=(
+            "tests/parallel/test_divergence.py::test_the_gradient_is_that_of_the_kl_by_enumeration"
+        ),
+    ),
+    SeededBug(
+        name="the teacher's hidden states of the token before",
+        file="megatron_gspo/mcore/teacher_states.py",
+        before="self.hidden[micro_batch].to(compute_device())",
+        after="self.hidden[micro_batch].roll(1, 0).to(compute_device())",
+        test="tests/mcore/test_teacher_scores.py::test_scores_are_those_of_transformers[1]",
+    ),
+    SeededBug(
+        name="all prompts have the first teacher",
+        file="megatron_gspo/loop/teachers.py",
+        before="self._chosen[batch.table['prompt_index']]",
+        after="0 * self._chosen[batch.table['prompt_index']]",
+        test="tests/loop/test_distillation.py::test_metrics_of_each_teacher",
+    ),
 )

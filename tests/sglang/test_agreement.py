@@ -34,6 +34,7 @@ from tests.support.server_clients import (
     prompts_of,
 )
 from tests.support.server_engine import ServerEngine
+from tests.support.server_teacher import assert_teachers_agree
 from tests.support.ties import without_ties
 from tests.support.transformers_reference import load_reference, response_log_probs
 
@@ -144,3 +145,9 @@ def test_the_ids_that_could_be_drawn(
     generated = without_ties(model, engine.generate(prompts, sampling, seed=2))
     check_samples(generated, prompts, sampling)
     assert_supports_agree(generated, model, sampling)
+
+
+def test_as_a_teacher_it_agrees_with_the_trainer(
+    samples: list[Sample], sglang_url: str, sglang_model: str
+) -> None:
+    assert_teachers_agree([sglang_url], sglang_model, "sglang", samples)

@@ -68,16 +68,10 @@ class ModelServer(WebServer):
     def _respond(self, body: dict[str, Any]) -> dict[str, Any]:
         tokens: list[int] = list(body["input_ids"])
         context = len(tokens)
-        inputs = None
+        scores: dict[str, Any] = {}
         if body.get("logprob_start_len") == 0:
             self.scored += 1
-            rows = (
-                self._log_probs(tokens)[:-1]
-                .gather(1, torch.tensor(tokens)[1:, None])[:, 0]
-                .tolist()
-            )
-            inputs = [[None, tokens[0], None]]
-            inputs += [[row, token, None] for row, token in zip(rows, tokens[1:], strict=True)]
+            scores = self._scores(tokens, body.get("top_logprobs_num", 0))
         log_probs: list[float] = []
         for _ in range(body["sampling_params"]["max_new_tokens"]):
             best = self._log_probs(tokens)[-1].max(dim=-1)
@@ -90,8 +84,23 @@ class ModelServer(WebServer):
             context,
             weight_version=self._version,
             weight_versions=None,
-            input_token_logprobs=inputs,
+            **scores,
         )
+
+    def _scores(self, tokens: list[int], count: int) -> dict[str, Any]:
+        """Of the input, as SGLang sends them."""
+        every = self._log_probs(tokens)[:-1]
+        values = every.gather(1, torch.tensor(tokens)[1:, None])[:, 0].tolist()
+        inputs = [[None, tokens[0], None]]
+        inputs += [[value, token, None] for value, token in zip(values, tokens[1:], strict=True)]
+        if not count:
+            return {"input_token_logprobs": inputs}
+        top = every.topk(count, dim=1)
+        rows = [
+            [[value, token, None] for value, token in zip(row, ids, strict=True)]
+            for row, ids in zip(top.values.tolist(), top.indices.tolist(), strict=True)
+        ]
+        return {"input_token_logprobs": inputs, "input_top_logprobs": [None, *rows]}
 
 
 def tied_model(folder: Path, *, tied: bool) -> str:

@@ -126,6 +126,21 @@ def _log_probs_of_rows(
     return torch.cat(log_probs), torch.cat(entropies)
 
 
+@torch.no_grad()
+def all_log_probs(model: torch.nn.Module, sample: Sample, temperature: float = 1.0) -> np.ndarray:
+    """[R, vocabulary] of all ids at a sample's response tokens, row by row; 0 where nothing
+    predicts."""
+    lengths = [sample.length] if sample.row_lengths is None else sample.row_lengths.tolist()
+    values = np.zeros((sample.length, model.lm_head.weight.shape[0]))
+    start = 0
+    for length in lengths:
+        tokens = torch.from_numpy(sample.tokens[start : start + length])[None]
+        logits = model(input_ids=tokens, use_cache=False).logits[0] / temperature
+        values[start + 1 : start + length] = logits.log_softmax(-1)[:-1].numpy()
+        start += length
+    return values[sample.prompt_length :]
+
+
 def response_divergence(
     model: torch.nn.Module,
     sample: Sample,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from transformers import Qwen3Config, Qwen3ForSequenceClassification
 from tests.support.chat_tokenizer import chat_tokenizer
 from tests.support.judge_server import JudgeServer
 from tests.support.prompt_rows import write_jsonl
-from tests.support.training_runs import WORD, base_config, launch, records, tiny_model
+from tests.support.training_runs import WORD, base_config, exported, launch, records, tiny_model
 
 
 def ranking(text: str, schema: dict[str, Any]) -> dict[str, Any]:
@@ -101,3 +102,54 @@ def test_a_source_for_a_ranking_and_one_for_a_reward_model(tmp_path: Path):
     for group in groups.values():
         rewards = {sample["reward"] for sample in group}
         assert rewards == {0.5} or (min(rewards), max(rewards)) == (0.0, 1.0)
+
+
+def length(text: str, schema: dict[str, Any]) -> dict[str, Any]:
+    return {"reason": "its length", "score": len(text.partition("# Response\n\n")[2]) % 7 / 7}
+
+
+def test_a_judge_that_dies_and_comes_back(tmp_path: Path):
+    """Before the second step's first verdict: the run ends with a line and a checkpoint, and goes on
+    to the weights of a run whose judge lived."""
+    model = tiny_model(tmp_path / "model")
+
+    def config(run: str, server: JudgeServer) -> dict[str, Any]:
+        options = judge(server, "judge", request_timeout=2.0) | {"verifier_timeout": 8.0}
+        return base_config(
+            model,
+            tmp_path / run,
+            data=options,
+            tracking={"samples_per_step": 16},
+            evaluation={"at_start": False},
+            checkpoint={"save_interval": 10},
+        )
+
+    with JudgeServer(length) as server:
+        launch(config("whole", server))
+    first = {sample["prompt"] for sample in samples_of(tmp_path / "whole")[0]}
+    died = threading.Event()
+
+    def until_the_second_step(text: str, schema: dict[str, Any]) -> dict[str, Any] | None:
+        if any(question in text for question in first):
+            return length(text, schema)
+        died.set()
+        return None
+
+    with JudgeServer(until_the_second_step) as server:
+        url = server.url
+        ending = threading.Thread(target=lambda: died.wait() and server.close())
+        ending.start()
+        life = launch(config("interrupted", server), check=False)
+    ending.join()
+    assert life.codes == [1], life.log[-2000:]
+    last = life.log.strip().splitlines()[-1]
+    assert "failed on all 16 responses of a batch" in last and url in last, last
+    assert "saved, start again to resume from" in last, last
+    assert len(records(tmp_path / "interrupted")) == 1
+    with JudgeServer(length) as server:
+        launch(config("interrupted", server))
+    assert records(tmp_path / "interrupted") == records(tmp_path / "whole")
+    expected = exported(tmp_path / "whole")
+    resumed = exported(tmp_path / "interrupted")
+    assert expected.keys() == resumed.keys()
+    assert all(torch.equal(resumed[name], expected[name]) for name in expected)

@@ -1,4 +1,6 @@
-"""Write report.html, one page with verdicts, intervals and curves, and runs.csv, a line per run."""
+"""Write report.html, one page with verdicts, intervals and curves, runs.csv, a line per run, and
+accuracy.csv, a line per evaluation.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from megatron_gspo.tools.compare.charts import charts, colour_of
-from megatron_gspo.tools.compare.run_records import Run, figures, mean_of
+from megatron_gspo.tools.compare.run_records import (
+    Run,
+    figures,
+    mean_of,
+    series,
+    tokens_by_step,
+)
 from megatron_gspo.tools.compare.statistics import Difference, interval_text
 from megatron_gspo.tools.compare.study import (
     PRIMARY,
@@ -64,7 +72,11 @@ COSTS = (
 
 def write_report(study: Study, folder: Path) -> list[Path]:
     """Write the files, each atomically. Raises ImportError without matplotlib, scipy or jinja2."""
-    contents = {"report.html": page_of(study), "runs.csv": csv_text(study)}
+    contents = {
+        "report.html": page_of(study),
+        "runs.csv": csv_text(study),
+        "accuracy.csv": accuracy_text(study),
+    }
     folder.mkdir(parents=True, exist_ok=True)
     for name, text in contents.items():
         write_atomically(folder / name, text)
@@ -84,6 +96,19 @@ def csv_text(study: Study) -> str:
         line += [mean_of(run, metric) for metric in CSV_METRICS]
         line += [str(run.run_dir), run.message]
         writer.writerow(_csv_value(value) for value in line)
+    return output.getvalue()
+
+
+def accuracy_text(study: Study) -> str:
+    """One line per evaluation of held-out prompts, with the tokens that were trained on before it."""
+    output = io.StringIO()
+    writer = csv.writer(output, lineterminator="\n")
+    writer.writerow(["variant", "seed", "step", "tokens", "accuracy"])
+    for run in study.runs:
+        tokens = tokens_by_step(run)
+        for step, accuracy in series(run, "eval/accuracy").items():
+            numbers = (step, tokens[step], accuracy)
+            writer.writerow([run.variant, run.seed, *map(_csv_value, numbers)])
     return output.getvalue()
 
 

@@ -84,7 +84,7 @@ def checked_top(
     if len(rows) != count or fewest < wanted:
         raise ResponseError(
             f"{context.name}: log-probs of {fewest} ids at {len(rows)} of {count} tokens came back;"
-            f" algorithm.score_centering asks for {wanted}"
+            f" {wanted} ids were asked for"
         )
     entries = [entry for row in rows for entry in row[:wanted]]
     ids = checked_tokens([token for _, token in entries], context).astype(np.int32)

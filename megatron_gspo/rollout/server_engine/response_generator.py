@@ -66,7 +66,7 @@ class ResponseGenerator:
         self.current_version = 0
         self.recovery_timeout = config.recovery_timeout
         self._config = config
-        self._text_only = replace(model, stop_ids=(), return_routes=False)
+        self._text_only = replace(model, stop_ids=(), return_routes=False, top_log_probs=0)
         self._interruptions = 0
 
     async def generate(

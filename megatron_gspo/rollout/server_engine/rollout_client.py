@@ -311,7 +311,7 @@ class RolloutClient(ResponseGenerator):
             timeout=self._config.request_timeout,
             max_bytes=request.max_bytes,
         )
-        return self.api.responses.parse_input_log_probs(body, context, tokens)
+        return self.api.responses.parse_input_scores(body, context, tokens).log_probs
 
     async def _responding(self) -> list[PooledServer]:
         """Servers that can take weights now. One that does not respond would delay the update by

@@ -9,6 +9,7 @@ import numpy as np
 
 from megatron_gspo.config import ServerConfig
 from megatron_gspo.rollout.server_engine.server_api import (
+    InputScores,
     RequestContext,
     ResponseError,
     ServedModel,
@@ -26,7 +27,8 @@ class ScoringClient:
     thread."""
 
     def __init__(self, config: ServerConfig, api: ServerAPI, model: ServedModel) -> None:
-        """model: sizes of the model; ids outside its vocabulary must not be scored.
+        """model: sizes of the model; ids outside its vocabulary must not be scored. Its
+        `top_log_probs` are asked for.
 
         Raises ValueError for an invalid URL.
         """
@@ -39,15 +41,19 @@ class ScoringClient:
         self._servers = [ServerClient(url, self._session, api_key=key) for url in config.urls]
         self._free = asyncio.Semaphore(config.max_concurrent_requests * len(self._servers))
 
-    def score(self, sequences: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """Of each sequence [L], the log-probs (temperature 1) [L - 1] float32 of its tokens but the
-        first.
+    @property
+    def top_count(self) -> int:
+        """The most likely ids at each token that are asked for."""
+        return self._model.top_log_probs
+
+    def score(self, sequences: Sequence[np.ndarray]) -> list[InputScores]:
+        """The scores of each sequence [L].
 
         A request that fails is repeated at the next server. Raises EngineError where that does not
         help.
         """
 
-        async def score_all() -> list[np.ndarray]:
+        async def score_all() -> list[InputScores]:
             tasks = [
                 asyncio.create_task(self._score(number, tokens.tolist()))
                 for number, tokens in enumerate(sequences)
@@ -66,7 +72,7 @@ class ScoringClient:
             self._loop.run(self._session.close())
         self._loop.close()
 
-    async def _score(self, number: int, tokens: list[int]) -> np.ndarray:
+    async def _score(self, number: int, tokens: list[int]) -> InputScores:
         for attempt in range(self._config.retries + 1):
             server = self._servers[(number + attempt) % len(self._servers)]
             try:
@@ -79,7 +85,7 @@ class ScoringClient:
             await asyncio.sleep(_BACKOFF.seconds(attempt + 1))
         raise AssertionError("unreachable")
 
-    async def _score_at(self, server: ServerClient, tokens: list[int]) -> np.ndarray:
+    async def _score_at(self, server: ServerClient, tokens: list[int]) -> InputScores:
         context = RequestContext(f"the teacher at {server.url}", len(tokens), 1, self._model)
         request = self._api.score_request(tokens, context)
         body = await server.post_for_bytes(
@@ -88,4 +94,4 @@ class ScoringClient:
             timeout=self._config.request_timeout,
             max_bytes=request.max_bytes,
         )
-        return self._api.responses.parse_input_log_probs(body, context, tokens)
+        return self._api.responses.parse_input_scores(body, context, tokens)

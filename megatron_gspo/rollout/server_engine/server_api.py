@@ -16,7 +16,7 @@ from megatron_gspo.models import ModelShape
 from megatron_gspo.servers.http_client import JsonObject, ServerClient
 from megatron_gspo.weight_transport.server_endpoints import WeightEndpoints
 
-SCORE_BYTES_PER_TOKEN = 128  # of an input token's log-prob in a response
+SCORE_BYTES = 128  # of an id's log-prob at an input token in a response
 # Sampling parameters, under the same names in every engine, that would change the distribution of
 # the tokens, turned off. They are sent, since a server may have defaults of its own (SGLang's
 # --preferred-sampling-params).
@@ -129,12 +129,31 @@ class ResponsePart:
 
 
 @dataclass(frozen=True)
+class InputScores:
+    """How a server scores a sequence [L], at every token but the first."""
+
+    log_probs: np.ndarray
+    """[L - 1] float32 (temperature 1)."""
+
+    top_ids: np.ndarray | None = None
+    """[L - 1, K] int32, the K most likely ids in place of each token, descending, or None."""
+
+    top_log_probs: np.ndarray | None = None
+    """[L - 1, K] float32, of these, or None."""
+
+
+@dataclass(frozen=True)
 class Request:
     """A POST: path, JSON body, and the largest size of its response in bytes."""
 
     path: str
     body: JsonObject
     max_bytes: int
+
+
+def score_bytes(tokens: Sequence[int], context: RequestContext) -> int:
+    """A bound on the bytes of the input's log-probs in a response."""
+    return SCORE_BYTES * len(tokens) * (1 + context.top_count)
 
 
 class ResponseParser(Protocol):
@@ -165,11 +184,10 @@ class ResponseParser(Protocol):
         """The validated response, which no longer refers to the body. Raises `ResponseError`."""
         ...
 
-    def parse_input_log_probs(
+    def parse_input_scores(
         self, body: bytes | bytearray, context: RequestContext, tokens: Sequence[int]
-    ) -> np.ndarray:
-        """[len(tokens) - 1] float32: log-probs (temperature 1) of tokens[1:], from the body of a
-        response.
+    ) -> InputScores:
+        """The scores of the tokens, from the body of a response to `score_request`.
 
         Raises `ResponseError`.
         """
@@ -203,7 +221,7 @@ class ServerAPI(WeightEndpoints):
         raise NotImplementedError
 
     def score_request(self, tokens: list[int], context: RequestContext) -> Request:
-        """Return the log-probs of the input."""
+        """Return the log-probs of the input, and of the most likely ids that the context asks for."""
         raise NotImplementedError
 
     async def check_health(self, server: ServerClient, *, timeout: float) -> None:

@@ -28,6 +28,7 @@ from megatron_gspo.rollout.server_engine.response_checks import (
     single_version,
 )
 from megatron_gspo.rollout.server_engine.server_api import (
+    InputScores,
     RequestContext,
     ResponseError,
     ResponsePart,
@@ -85,6 +86,7 @@ class ScoreMetaInfo(msgspec.Struct, frozen=True):
     """`meta_info` of a response to logprob_start_len=0."""
 
     input_token_logprobs: list[InputTokenLogProb]
+    input_top_logprobs: list[list[TokenLogProb] | None] | None = None
 
 
 class ScoreResponse(msgspec.Struct, frozen=True):
@@ -129,8 +131,7 @@ def parse_response(response: GenerateResponse, context: RequestContext) -> Respo
         _routes(meta.routed_experts, len(tokens), context) if context.model.return_routes else None
     )
     cached = cached_tokens(meta.cached_tokens, context)
-    rows = meta.output_top_logprobs or []
-    top = [[(entry.log_prob, entry.token) for entry in row or ()] for row in rows]
+    top = _pairs(meta.output_top_logprobs or [])
     top_ids, top_log_probs = checked_top(top, len(tokens), context)
     masks = meta.output_token_sampling_mask or []
     support_lengths, support_ids = checked_support(masks, tokens, context)
@@ -167,15 +168,15 @@ def response_version(response: GenerateResponse, context: RequestContext) -> str
     )
 
 
-def parse_input_log_probs(
+def parse_input_scores(
     body: bytes | bytearray, context: RequestContext, tokens: Sequence[int]
-) -> np.ndarray:
-    """[len(tokens) - 1] float32: the server's log-probs of tokens[1:], from the body of a response
-    to logprob_start_len=0.
+) -> InputScores:
+    """The scores of the tokens, from the body of a response to logprob_start_len=0.
 
     Raises `ResponseError`.
     """
-    entries = decoded(_SCORE, body, context).meta_info.input_token_logprobs
+    meta = decoded(_SCORE, body, context).meta_info
+    entries = meta.input_token_logprobs
     if len(entries) != len(tokens):
         raise ResponseError(
             f"{context.name}: input_token_logprobs has {len(entries)} entries for"
@@ -189,7 +190,13 @@ def parse_input_log_probs(
         raise ResponseError(
             f"{context.name}: input_token_logprobs is of other tokens than were sent"
         )
-    return checked
+    top = _pairs((meta.input_top_logprobs or [])[1:])
+    return InputScores(checked, *checked_top(top, len(checked), context))
+
+
+def _pairs(rows: Sequence[list[TokenLogProb] | None]) -> list[list[tuple[float, int]]]:
+    """(log-prob, id) of the most likely ids at each token."""
+    return [[(entry.log_prob, entry.token) for entry in row or ()] for row in rows]
 
 
 def _finish_reason(meta: MetaInfo, context: RequestContext) -> str:

@@ -19,11 +19,11 @@ from megatron_gspo.rollout.server_engine.endpoint_answers import (
 )
 from megatron_gspo.rollout.server_engine.server_api import (
     OTHER_SAMPLING,
-    SCORE_BYTES_PER_TOKEN,
     Request,
     RequestContext,
     ResponseParser,
     ServerAPI,
+    score_bytes,
 )
 from megatron_gspo.rollout.sglang import response_parser
 from megatron_gspo.servers.http_client import JsonObject, ServerClient, ServerError
@@ -89,9 +89,9 @@ class SGLangAPI(ServerAPI):
         """See `ServerAPI.score_request`."""
         params = {"max_new_tokens": 1, "temperature": 0.0}
         body = _body(tokens, params, context) | {"return_logprob": True, "logprob_start_len": 0}
-        max_bytes = response_parser.max_response_bytes(context) + SCORE_BYTES_PER_TOKEN * len(
-            tokens
-        )
+        if context.top_count:
+            body["top_logprobs_num"] = context.top_count
+        max_bytes = response_parser.max_response_bytes(context) + score_bytes(tokens, context)
         return Request(_PATH, body, max_bytes)
 
     async def weight_version(self, server: ServerClient, *, timeout: float) -> str | None:

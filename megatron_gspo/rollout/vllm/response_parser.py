@@ -28,6 +28,7 @@ from megatron_gspo.rollout.server_engine.response_checks import (
     single_version,
 )
 from megatron_gspo.rollout.server_engine.server_api import (
+    InputScores,
     RequestContext,
     ResponseError,
     ResponsePart,
@@ -82,13 +83,14 @@ class GenerateResponse(msgspec.Struct, frozen=True):
 
 
 class PromptLogProb(msgspec.Struct, gc=False, frozen=True):
-    """The log-prob of an input token."""
+    """The log-prob of an id at an input token, and how many are at least as likely."""
 
     logprob: float
+    rank: int | None = None
 
 
 class ScoreResponse(msgspec.Struct, frozen=True):
-    """A response to prompt_logprobs=0, as far as it is read: token id, as text, to its log-prob."""
+    """A response to prompt_logprobs, as far as it is read: token id, as text, to its log-prob."""
 
     prompt_logprobs: list[dict[str, PromptLogProb] | None]
 
@@ -181,11 +183,10 @@ def parse_response(response: GenerateResponse, context: RequestContext) -> Respo
     )
 
 
-def parse_input_log_probs(
+def parse_input_scores(
     body: bytes | bytearray, context: RequestContext, tokens: Sequence[int]
-) -> np.ndarray:
-    """[len(tokens) - 1] float32: the server's log-probs of tokens[1:], from the body of a response
-    to prompt_logprobs=0.
+) -> InputScores:
+    """The scores of the tokens, from the body of a response to prompt_logprobs.
 
     Raises `ResponseError`.
     """
@@ -200,7 +201,16 @@ def parse_input_log_probs(
         raise ResponseError(
             f"{context.name}: prompt_logprobs lacks the log-prob of a token that was sent"
         )
-    return _finite(values, context)
+    log_probs = _finite(values, context)
+    top = [
+        [
+            (entry.rank, entry.logprob, int(token))
+            for token, entry in (row or {}).items()
+            if token.isdecimal()
+        ]
+        for row in rows[1:]
+    ]
+    return InputScores(log_probs, *checked_top(_by_rank(top, context), len(log_probs), context))
 
 
 def _log_probs(choice: Choice, context: RequestContext) -> np.ndarray:
@@ -216,13 +226,24 @@ def _top(choice: Choice, context: RequestContext) -> list[list[tuple[float, int]
     """(log-prob, id) of the most likely ids at each token, by rank. The sampled token is not among
     them unless its rank is: which ids they are must not depend on the draw."""
     rows = choice.logprobs.content if choice.logprobs is not None else None
+    every = [
+        [(entry.rank, entry.logprob, entry.token_id) for entry in row.top_logprobs]
+        for row in rows or ()
+    ]
+    return _by_rank(every, context)
+
+
+def _by_rank(
+    rows: Sequence[Sequence[tuple[int | None, float, int]]], context: RequestContext
+) -> list[list[tuple[float, int]]]:
+    """(log-prob, id) of the ids that were asked for, from (rank, log-prob, id) of these and others."""
     ranked = [
         sorted(
-            (entry.rank, entry.logprob, entry.token_id)
-            for entry in row.top_logprobs
-            if entry.rank is not None and entry.rank <= context.top_count
+            (rank, log_prob, token)
+            for rank, log_prob, token in row
+            if rank is not None and rank <= context.top_count
         )
-        for row in rows or ()
+        for row in rows
     ]
     _refuse_floor([log_prob for row in ranked for _, log_prob, _ in row], context)
     return [[(log_prob, token) for _, log_prob, token in row] for row in ranked]

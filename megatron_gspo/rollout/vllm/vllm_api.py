@@ -16,11 +16,11 @@ from megatron_gspo.rollout.server_engine.endpoint_answers import (
 )
 from megatron_gspo.rollout.server_engine.server_api import (
     OTHER_SAMPLING,
-    SCORE_BYTES_PER_TOKEN,
     Request,
     RequestContext,
     ResponseParser,
     ServerAPI,
+    score_bytes,
 )
 from megatron_gspo.rollout.vllm import response_parser
 from megatron_gspo.servers.http_client import JsonObject, ServerClient, ServerError
@@ -83,10 +83,8 @@ class VLLMAPI(ServerAPI):
 
     def score_request(self, tokens: list[int], context: RequestContext) -> Request:
         """See `ServerAPI.score_request`."""
-        params = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}
-        max_bytes = response_parser.max_response_bytes(context) + SCORE_BYTES_PER_TOKEN * len(
-            tokens
-        )
+        params = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": context.top_count}
+        max_bytes = response_parser.max_response_bytes(context) + score_bytes(tokens, context)
         return _request(tokens, params, max_bytes, context.model.adapters)
 
     async def weight_version(self, server: ServerClient, *, timeout: float) -> str | None:

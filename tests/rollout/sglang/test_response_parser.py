@@ -17,7 +17,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_gspo.errors import EngineError
-from megatron_gspo.rollout.server_engine.server_api import RequestContext, ResponseError
+from megatron_gspo.rollout.server_engine.server_api import (
+    InputScores,
+    RequestContext,
+    ResponseError,
+)
 from megatron_gspo.rollout.sglang import response_parser
 from megatron_gspo.rollout.sglang.response_parser import decode_response, max_response_bytes
 from tests.support.served_models import served_model
@@ -46,8 +50,8 @@ def response_version(reply: Any, request: RequestContext) -> str:
     return response_parser.response_version(decode_response(body(reply), request), request)
 
 
-def parse_input_log_probs(reply: Any, request: RequestContext, tokens: Any) -> np.ndarray:
-    return response_parser.parse_input_log_probs(body(reply), request, tokens)
+def parse_input_scores(reply: Any, request: RequestContext, tokens: Any) -> InputScores:
+    return response_parser.parse_input_scores(body(reply), request, tokens)
 
 
 def body(reply: Any) -> bytes:
@@ -222,7 +226,7 @@ def test_what_is_no_answer(reply):
     for parse in (parse_response, response_version, is_empty):
         assert "the response has another form: " in refusal(reply, parse)
     assert "the response has another form: " in refusal(
-        reply, lambda a, q: parse_input_log_probs(a, q, [4])
+        reply, lambda a, q: parse_input_scores(a, q, [4])
     )
 
 
@@ -282,7 +286,8 @@ def test_log_probs_of_the_input():
     rows = [[None, 4, None], [-0.5, 5, None], [-2.0, 6, None]]
 
     def parse(rows: Any, tokens: tuple[int, ...] = (4, 5, 6)) -> np.ndarray:
-        return parse_input_log_probs({"meta_info": {"input_token_logprobs": rows}}, asked(), tokens)
+        reply = {"meta_info": {"input_token_logprobs": rows}}
+        return parse_input_scores(reply, asked(), tokens).log_probs
 
     log_probs = parse(rows)
     assert log_probs.dtype == np.float32 and log_probs.tolist() == [-0.5, -2.0]
@@ -292,6 +297,29 @@ def test_log_probs_of_the_input():
         ([rows[0], rows[0], rows[2]], "a log-prob of input_token_logprobs is missing"),
         ([rows[0], rows[1], [-2.0, 7, None]], "of other tokens than were sent"),
         ([rows[0], rows[1], [0.5, 6, None]], "the log-prob 0.5"),
+    ):
+        with pytest.raises(ResponseError, match=re.escape(words)):
+            parse(wrong)
+
+
+def test_most_likely_ids_at_the_input():
+    rows = [[None, 4, None], [-0.5, 5, None], [-2.0, 6, None]]
+    top = [None, [[-0.5, 5, None], [-1.0, 3, None]], [[-0.25, 7, None], [-1.75, 2, None]]]
+
+    def parse(top: Any) -> InputScores:
+        meta = {"input_token_logprobs": rows, "input_top_logprobs": top}
+        model = replace(asked().model, top_log_probs=2)
+        return parse_input_scores({"meta_info": meta}, replace(asked(), model=model), (4, 5, 6))
+
+    scores = parse(top)
+    assert scores.top_ids.tolist() == [[5, 3], [7, 2]]
+    assert scores.top_log_probs.tolist() == [[-0.5, -1.0], [-0.25, -1.75]]
+    for wrong, words in (
+        (None, "log-probs of 2 ids at 0 of 2 tokens came back"),
+        (top[:2], "at 1 of 2 tokens came back"),
+        ([None, top[1][:1], top[2]], "log-probs of 1 ids at 2 of 2 tokens"),
+        ([None, top[1], None], "log-probs of 0 ids"),
+        ([None, top[1], [[-1.0, 10**6, None], [-2.0, 2, None]]], "token id 1000000 came back"),
     ):
         with pytest.raises(ResponseError, match=re.escape(words)):
             parse(wrong)
@@ -326,7 +354,7 @@ def only_answer_errors(reply: Any) -> None:
         parse_response,
         response_version,
         is_empty,
-        lambda a, q: parse_input_log_probs(a, q, [4, 5, 6]),
+        lambda a, q: parse_input_scores(a, q, [4, 5, 6]),
     ):
         try:
             parse(reply, asked())
@@ -431,7 +459,7 @@ def test_the_most_likely_ids_of_each_token():
 @pytest.mark.parametrize(
     ("top", "message"),
     [
-        (None, "log-probs of 2 ids at 0 of 3 tokens came back; algorithm.score_centering asks"),
+        (None, "log-probs of 2 ids at 0 of 3 tokens came back; 2 ids were asked for"),
         (TOP[:2], "log-probs of 2 ids at 2 of 3 tokens came back"),
         ([*TOP[:2], TOP[2][:1]], "log-probs of 1 ids at 3 of 3 tokens came back"),
         ([*TOP[:2], None], "log-probs of 0 ids at 3 of 3 tokens came back"),

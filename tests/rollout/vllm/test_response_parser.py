@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from megatron_gspo.errors import EngineError
-from megatron_gspo.rollout.server_engine.server_api import ResponseError, ResponsePart
+from megatron_gspo.rollout.server_engine.server_api import InputScores, ResponseError, ResponsePart
 from megatron_gspo.rollout.vllm import response_parser
 from megatron_gspo.routing_replay.routes import MISSING, as_routes
 from tests.support.served_models import served_model
@@ -170,9 +170,8 @@ def test_wrong_routes_are_refused_by_name(case):
 
 
 def scores(rows: Any) -> np.ndarray:
-    return response_parser.parse_input_log_probs(
-        json.dumps({"prompt_logprobs": rows}).encode(), asked(), [5, 6, 7]
-    )
+    body = json.dumps({"prompt_logprobs": rows}).encode()
+    return response_parser.parse_input_scores(body, asked(), [5, 6, 7]).log_probs
 
 
 def test_scores_are_those_of_the_tokens_that_were_sent():
@@ -189,6 +188,32 @@ def test_scores_are_those_of_the_tokens_that_were_sent():
     ):
         with pytest.raises(ResponseError, match=message):
             scores(wrong)
+
+
+def test_most_likely_ids_at_the_input():
+    """The token that was sent is among them if its rank is."""
+    rows = [
+        None,
+        {"6": {"logprob": -1.5, "rank": 2}, "3": {"logprob": -0.5, "rank": 1}},
+        {
+            "7": {"logprob": -4.0, "rank": 9},
+            "9": {"logprob": -0.75, "rank": 2},
+            "2": {"logprob": -0.25, "rank": 1},
+        },
+    ]
+
+    def parse(rows: Any) -> InputScores:
+        model = replace(asked().model, top_log_probs=2)
+        body = json.dumps({"prompt_logprobs": rows}).encode()
+        return response_parser.parse_input_scores(body, replace(asked(), model=model), [5, 6, 7])
+
+    scores = parse(rows)
+    assert scores.log_probs.tolist() == [-1.5, -4.0]
+    assert scores.top_ids.tolist() == [[3, 6], [2, 9]]
+    assert scores.top_log_probs.tolist() == [[-0.5, -1.5], [-0.25, -0.75]]
+    fewer = {"7": {"logprob": -4.0, "rank": 9}, "2": {"logprob": -0.25, "rank": 1}}
+    with pytest.raises(ResponseError, match="log-probs of 1 ids at 2 of 2 tokens came back"):
+        parse([*rows[:2], fewer])
 
 
 def ranked(*entries: tuple[int, float, int]) -> list[dict[str, Any]]:
@@ -224,7 +249,7 @@ def test_the_most_likely_ids_do_not_depend_on_the_draw():
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        (TOP[2][:2], "log-probs of 1 ids at 3 of 3 tokens came back; algorithm.score_centering"),
+        (TOP[2][:2], "log-probs of 1 ids at 3 of 3 tokens came back; 2 ids were asked for"),
         (ranked((8, -9999.0, 1), (6, -4.0, 2)), "the log-prob -9999 came back"),
         (ranked((8, -1.0, 1), (96, -4.0, 2)), "token id 96 came back"),
     ],

@@ -60,3 +60,14 @@ def test_one_line_a_run(report):
     line = lines["gspo", "2"]
     assert (line["final_accuracy"], line["tokens"], line["seconds"]) == ("0.7", "300", "6")
     assert (line["reward/mean"], line["routing/flip_rate"]) == ("0.55", "")
+
+
+def test_one_line_an_evaluation(report):
+    """A step of these runs has 100 tokens; the values are rounded to six digits."""
+    with (report[0] / "accuracy.csv").open() as file:
+        lines = [line for line in csv.DictReader(file) if line["variant"] == "gspo"]
+    of_second = [line for line in lines if line["seed"] == "2"]
+    assert [line["step"] for line in of_second] == ["0", "1", "2"]
+    assert [line["tokens"] for line in of_second] == ["100", "200", "300"]
+    assert of_second[-1]["accuracy"] == "0.7"
+    assert {line["seed"] for line in lines} == {"1", "2"}

@@ -125,6 +125,14 @@ def test_the_comparisons_of_objectives_have_every_preset(name, runs):
     assert {resolve(comparison, run).algorithm.name for run in specs} == {*PRESETS} - {"sft"}
 
 
+def test_the_comparison_of_a_teacher_and_a_reward_loads():
+    comparison = load_comparison(EXAMPLES.parent / "distillation" / "compare_reward.yaml")
+    configs = [resolve(comparison, run) for run in planned_runs(comparison)]
+    assert [config.distillation.is_on for config in configs] == [False, True] * 3
+    sizes = {config.rollout.sequences for config in configs}
+    assert len(sizes) == 1 and {config.optimizer.lr for config in configs} == {5e-4}
+
+
 def test_the_file_in_the_documentation_loads(tmp_path):
     page = (EXAMPLES.parents[1] / "docs" / "comparison.md").read_text()
     text = page.split("```yaml\n")[1].split("```")[0]
