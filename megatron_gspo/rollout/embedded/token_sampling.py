@@ -120,7 +120,7 @@ def _check_support(width: int, sampling: SamplingParams) -> None:
     if width > sampling.max_support:
         raise EngineError(
             f"rollout.max_support = {sampling.max_support}: {width} ids could be drawn at a token;"
-            " raise it, or lower rollout.top_p or rollout.top_k"
+            " raise it, lower rollout.top_p or rollout.top_k, or raise rollout.min_p"
         )
 
 
