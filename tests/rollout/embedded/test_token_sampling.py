@@ -170,7 +170,9 @@ def test_the_ids_that_could_be_drawn_and_log_probs_over_them():
             i for i in choice.support[row].tolist() if i >= 0
         }
         assert float(choice.log_probs[row]) == pytest.approx(math.log(expected[token]), abs=1e-6)
-    too_many = "rollout.max_support = 2: 3 ids could be drawn .* rollout.top_k, or raise rollout.min_p"
+    too_many = (
+        "rollout.max_support = 2: 3 ids could be drawn .* rollout.top_k, or raise rollout.min_p"
+    )
     with pytest.raises(EngineError, match=too_many):
         choose_tokens(logits, torch.zeros(2), replace(sampling, max_support=2))
     unasked = choose_tokens(logits, torch.zeros(2), replace(sampling, max_support=0))
