@@ -27,7 +27,11 @@ from megatron_gspo.loop.generation import rollout_seed
 from megatron_gspo.loop.setup import Components
 from megatron_gspo.loop.timers import Timers
 from megatron_gspo.mcore.micro_batches import packing_rules
-from megatron_gspo.mcore.routing_replay.gather_results import routes_of_replica, routing_stats
+from megatron_gspo.mcore.routing_replay.gather_results import (
+    routes_of_replica,
+    routing_counts,
+    routing_stats,
+)
 from megatron_gspo.mcore.routing_replay.micro_batch_routes import MicroBatchRoutes, ReplayOptions
 from megatron_gspo.mcore.seeding import ROLLOUT, seed_generators
 from megatron_gspo.mcore.train_step import compute_log_probs
@@ -148,7 +152,7 @@ def flip_rate(
     if given.options.get("engines", "both") != "trainer":
         batch = with_rollout_routes(run, batch, plan, noisy)
     routes = _routed(run, batch, plan, noisy, "trainer", compare=True)
-    rates = routing_stats(routes).flip_rate
+    rates = routing_stats([routing_counts(routes)])[0].flip_rate
     assert rates is not None
     return float(np.mean(rates))
 

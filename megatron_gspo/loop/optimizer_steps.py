@@ -25,7 +25,7 @@ from megatron_gspo.loop.routing import RoutingReplay
 from megatron_gspo.loop.step_plan import StepPlan
 from megatron_gspo.loop.timers import Timers
 from megatron_gspo.mcore.policy import Policy
-from megatron_gspo.mcore.train_step import StepResult, train_mini_batch
+from megatron_gspo.mcore.train_step import StepResult, finished_metrics, train_mini_batch
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ def run_optimizer_steps(
         metrics["updates/repacked"] = plan.repacked
     if not results:
         return Update(metrics)
-    metrics |= update.metrics | averaged_metrics([result.metrics for result in results])
+    metrics |= update.metrics | averaged_metrics(finished_metrics(results, policy))
     if config.algorithm.has_ratio:
         metrics |= quantiles_over_ranks(ratios, batch)
     metrics |= packing_metrics(policy, results)
