@@ -26,13 +26,14 @@ _UNCOUNTED_STEPS = 2
 # Where a function is looked up when it is called.
 PARTS = {
     "ratio histograms": [
-        "loop.optimizer_steps:_added",
+        "loop.optimizer_steps:_add_ratios",
         "loop.optimizer_steps:quantiles_over_ranks",
     ],
     "rollout mismatch": ["loop.log_probs:mismatch", "loop.optimizer_steps:largest_log_ratio"],
     "loss metrics": [
         "algorithms.policy_loss:ratio_metrics",
-        "mcore.train_step:summed_metrics",
+        "mcore.train_step:combined_shares",
+        "loop.optimizer_steps:finished_metrics",
         "loop.optimizer_steps:averaged_metrics",
         "loop.optimizer_steps:packing_metrics",
     ],
@@ -40,6 +41,7 @@ PARTS = {
         "mcore.routing_replay.micro_batch_routes:MicroBatchRoutes._measure",
         "loop.routing:RoutingReplay.with_old_routes",
         "loop.routing:RoutingReplay.add_update",
+        "loop.routing:RoutingReplay.measure_passes",
     ],
     "samples": ["loop.training_loop:_rollout_metrics", "loop.training_loop:step_work"],
     "files": [

@@ -112,6 +112,13 @@ PARALLELISM = (
         test="tests/parallel/test_metric_reduction.py::test_sums_and_extremes_with_keys_that_ranks_lack",
     ),
     SeededBug(
+        name="largest values of an update's metric added up over ranks",
+        file="megatron_gspo/parallel/metric_reduction.py",
+        before="reduce_metrics(numbered, group, reduction=_of_numbered)",
+        after="reduce_metrics(numbered, group)",
+        test="tests/parallel/test_metric_reduction.py::test_several_records_take_the_collectives_of_one",
+    ),
+    SeededBug(
         name="micro-batch average not undone",
         file="megatron_gspo/mcore/forward_step.py",
         before="loss * (num_microbatches * groups.dp.size())",
