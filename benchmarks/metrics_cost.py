@@ -5,7 +5,7 @@
 
 Needs `make demo`. Counted is the processor time of rank 0, all its threads, within the functions
 that compute, reduce and write metrics, over that of the whole step; the first two steps are left
-out. A busy machine changes neither much.
+out. A busy machine makes both longer.
 """
 
 from __future__ import annotations
