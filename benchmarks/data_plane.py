@@ -564,16 +564,17 @@ class _Host:
 
     def update(self, batch: Any, plan: Any) -> None:
         """Pack, collect and measure each mini-batch."""
-        from megatron_gspo.loop.optimizer_steps import _added
+        from megatron_gspo.algorithms import ratio_histograms
+        from megatron_gspo.loop.optimizer_steps import _add_ratios
         from megatron_gspo.loop.ratio_quantiles import quantiles_over_ranks
         from megatron_gspo.loop.sample_metrics import sample_metrics
 
-        ratios: dict[str, Any] = {}
+        ratios = ratio_histograms()
         for rows, packing in plan.updates:
             mini_batch = batch.select(rows)
             log_probs = self.scored(mini_batch, packing, ("old_log_probs",))
             with self.phase("metrics"):
-                ratios = _added(ratios, mini_batch, log_probs)
+                _add_ratios(ratios, mini_batch, log_probs)
         with self.phase("metrics"):
             quantiles_over_ranks(ratios, batch)
             sample_metrics(batch, version=3, supervised=False)

@@ -33,8 +33,13 @@ from .importance_sampling import (
 from .kl import kl_penalty
 from .metrics import finish_metrics
 from .policy_loss import LossExtras, policy_loss
-from .ratio_histogram import RatioHistogram
-from .ratio_statistics import effective_sample_size, ratio_histograms, ratio_quantiles
+from .ratio_histogram import RatioHistogram, quantiles_of
+from .ratio_statistics import (
+    add_ratios,
+    effective_sample_size,
+    ratio_histograms,
+    ratio_quantiles,
+)
 from .reduction import Reduction, reduction_of
 from .sampling_support import over_support
 from .score_centering import ScoreCentering, centering
@@ -57,6 +62,7 @@ __all__ = [
     "ScoreCentering",
     "Segments",
     "TokenTerms",
+    "add_ratios",
     "centering",
     "check_advantages",
     "check_surrogate",
@@ -75,6 +81,7 @@ __all__ = [
     "overlong_penalty",
     "policy_loss",
     "preset",
+    "quantiles_of",
     "ratio_histograms",
     "ratio_quantiles",
     "reduction_of",

@@ -10,8 +10,7 @@ can be read from it. Above, up to 32 nats, bins have one width. Everywhere a rat
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 import torch
@@ -19,6 +18,7 @@ from torch import Tensor
 
 RELATIVE_ERROR = 1e-3
 QUANTILES: dict[str, float] = {"min": 0.0, "p01": 0.01, "p50": 0.5, "p99": 0.99, "max": 1.0}
+_INNER = [name for name in QUANTILES if name not in ("min", "max")]
 
 _SMALLEST = 1e-8  # nats; smaller log-ratios count as 0
 _LARGEST = 32.0  # nats; larger log-ratios count as this
@@ -39,67 +39,95 @@ Reduce: TypeAlias = Callable[[Tensor], Tensor]
 """Combines a tensor over ranks."""
 
 
-@dataclass(frozen=True)
 class RatioHistogram:
-    """Log-ratios of this rank."""
+    """Log-ratios of this rank, to which more can be added.
 
-    counts: Tensor
-    """[bins] int64, the log-ratios in each bin."""
+    counts: [bins] int64, the log-ratios in each bin. extremes: [2] float64, the largest of -d and
+    of d.
+    """
 
-    extremes: Tensor
-    """[2] float64, the largest of -d and of d."""
+    def __init__(self) -> None:
+        self.counts = torch.zeros(_BINS, dtype=torch.long)
+        self.extremes = torch.full((2,), -math.inf, dtype=torch.float64)
 
-    @classmethod
-    def of(cls, log_ratio: Tensor) -> RatioHistogram:
-        """Of log-ratios [m], m >= 0. NaN counts as the largest."""
+    def add(self, log_ratio: Tensor) -> None:
+        """Count log-ratios [m], m >= 0. NaN counts as the largest."""
         d = log_ratio.detach().double().cpu()
-        counts = torch.zeros(_BINS, dtype=torch.long)
+        if not d.numel():
+            return
         for piece in d.split(_PIECE):  # whose temporaries stay in a core's cache
             bins = _bins_of(piece.float())
             # In place: a few log-ratios do not touch all bins.
-            counts.index_add_(0, bins, torch.ones_like(bins, dtype=torch.long))
-        if not d.numel():
-            return cls(counts, torch.full((2,), -math.inf, dtype=torch.float64))
-        return cls(counts, torch.stack([-d.min(), d.max()]))
+            self.counts.index_add_(0, bins, torch.ones_like(bins, dtype=torch.long))
+        smallest, largest = torch.aminmax(d)
+        self.extremes = torch.maximum(self.extremes, torch.stack([-smallest, largest]))
 
-    def __add__(self, other: RatioHistogram) -> RatioHistogram:
-        return RatioHistogram(
-            self.counts + other.counts, torch.maximum(self.extremes, other.extremes)
+    def quantiles(self) -> dict[str, float]:
+        """`QUANTILES` of this rank's ratios, linearly interpolated; {} where there are none."""
+        [quantiles] = quantiles_of([self])
+        return quantiles
+
+
+def quantiles_of(
+    histograms: Sequence[RatioHistogram],
+    sum_ranks: Reduce = lambda x: x,
+    max_ranks: Reduce = lambda x: x,
+) -> list[dict[str, float]]:
+    """`RatioHistogram.quantiles` of each, over the ratios of all ranks, the same on each rank.
+
+    Args:
+        sum_ranks, max_ranks: add int64 tensors, and take the largest of float64 ones, over the
+            ranks: three calls for all histograms, with 9 KB for each, first of the coarse bins and
+            then of the bins in those that quantiles lie in.
+    """
+    by_coarse = [one.counts.view(_NUM_COARSE, _FINE_IN_COARSE) for one in histograms]
+    counts = sum_ranks(torch.stack([bins.sum(1) for bins in by_coarse]))
+    extremes = max_ranks(torch.stack([one.extremes for one in histograms]))
+    up_to = counts.cumsum(1)
+    totals = up_to[:, -1].tolist()
+    # [histograms, 6]: the neighbours of each inner quantile among the sorted log-ratios.
+    wanted = torch.tensor([_neighbours(total) for total in totals])
+    # Where there are none, any bin will do.
+    coarse = torch.searchsorted(up_to, wanted, right=True).clamp_(max=_NUM_COARSE - 1)
+    fine_counts = [bins[of_one] for bins, of_one in zip(by_coarse, coarse, strict=True)]
+    fine = sum_ranks(torch.stack(fine_counts)).cumsum(2)
+    before = (up_to - counts).gather(1, coarse)
+    within = torch.searchsorted(fine, (wanted - before)[:, :, None], right=True).squeeze(2)
+    centres = _centres(coarse * _FINE_IN_COARSE + within)
+    return [
+        _interpolated(total, of_one, smallest=-minus_smallest, largest=largest)
+        for total, of_one, (minus_smallest, largest) in zip(
+            totals, centres, extremes.tolist(), strict=True
         )
+    ]
 
-    def quantiles(
-        self, sum_ranks: Reduce = lambda x: x, max_ranks: Reduce = lambda x: x
-    ) -> dict[str, float]:
-        """`QUANTILES` of the ratios of all ranks, the same on each, linearly interpolated; {} where
-        there are none.
 
-        Args:
-            sum_ranks, max_ranks: add int64 tensors, and take the largest of float64 ones, over the
-                ranks: three calls with 9 KB in all, first of the coarse bins and then of the bins
-                in those that quantiles lie in.
-        """
-        counts = sum_ranks(self.counts.view(_NUM_COARSE, _FINE_IN_COARSE).sum(1))
-        up_to = counts.cumsum(0)
-        total = int(up_to[-1])
-        largest = max_ranks(self.extremes)
-        if not total:
-            return {}
-        below = {name: int(q * (total - 1)) for name, q in QUANTILES.items()}
-        inner = [name for name in QUANTILES if name not in ("min", "max")]
-        wanted = torch.tensor([min(below[name] + i, total - 1) for name in inner for i in (0, 1)])
-        coarse = torch.searchsorted(up_to, wanted, right=True)
-        fine = sum_ranks(self.counts.view(_NUM_COARSE, _FINE_IN_COARSE)[coarse]).cumsum(1)
-        before = (up_to - counts)[coarse]
-        within = torch.searchsorted(fine, (wanted - before)[:, None], right=True).squeeze(1)
-        bins = coarse * _FINE_IN_COARSE + within
-        smallest = -float(largest[0])
-        greatest = float(largest[1])
-        limits = (-math.inf, math.inf) if math.isnan(smallest) else (smallest, greatest)
-        ratios = _centres(bins).clamp(*limits).exp().view(-1, 2)
-        values = {"min": math.exp(min(smallest, _FINITE)), "max": math.exp(min(greatest, _FINITE))}
-        for name, (a, b) in zip(inner, ratios.tolist(), strict=True):
-            values[name] = a + (b - a) * (QUANTILES[name] * (total - 1) - below[name])
-        return {name: values[name] for name in QUANTILES}
+def _rank_below(q: float, total: int) -> int:
+    """Of the sorted ratios, the one at or below a quantile."""
+    return int(q * (total - 1))
+
+
+def _neighbours(total: int) -> list[int]:
+    """Of the sorted ratios, those between which each inner quantile lies."""
+    if not total:
+        return [0] * 2 * len(_INNER)
+    below = [_rank_below(QUANTILES[name], total) for name in _INNER]
+    return [min(rank + i, total - 1) for rank in below for i in (0, 1)]
+
+
+def _interpolated(
+    total: int, centres: Tensor, *, smallest: float, largest: float
+) -> dict[str, float]:
+    """The quantiles between neighbours [6], log-ratios."""
+    if not total:
+        return {}
+    limits = (-math.inf, math.inf) if math.isnan(smallest) else (smallest, largest)
+    ratios = centres.clamp(*limits).exp().view(-1, 2).tolist()
+    values = {"min": math.exp(min(smallest, _FINITE)), "max": math.exp(min(largest, _FINITE))}
+    for name, (a, b) in zip(_INNER, ratios, strict=True):
+        q = QUANTILES[name]
+        values[name] = a + (b - a) * (q * (total - 1) - _rank_below(q, total))
+    return {name: values[name] for name in QUANTILES}
 
 
 def _bins_of(d: Tensor) -> Tensor:

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import NamedTuple
 
 import numpy as np
 
@@ -171,7 +170,7 @@ def plan_passes(
     A sequence stays at home unless one of its mini-batches would be above its share of the cost
     there: costliest first, so that cheap ones move, to the replica that has most room. With one
     pass, a mini-batch whose steps would cost 2 % more than with a schedule that ignores homes gets
-    that schedule.
+    that schedule; with several, homes are ignored where all steps would cost 2 % more.
 
     Args:
         lengths: [n] tokens of each sequence.
@@ -190,19 +189,19 @@ def plan_passes(
             replica[rows] = plan.replica_of()
         return replica, [free_plans]
     if rules.replicas > 1:
-        if rules.micro_batch_size is None:
-            loads = [_Load(costs), _Load(rules.padded(lengths), multiple=rules.budget)]
-        else:
-            loads = [_Load(np.ones(len(lengths), dtype=np.int64))]
+        loads = _shared_loads(rules.padded(lengths), costs, epochs[0], rules)
         replica = _near_home(loads, epochs, rules.replicas, homes)
-    plans = [
-        [
-            plan_micro_batches(lengths[rows], rules, replica[rows], costs=costs[rows])
-            for rows in batches
-        ]
-        for batches in epochs
-    ]
-    if len(epochs) > 1 or rules.replicas == 1:
+    plans = _plans(lengths, epochs, rules, replica, costs)
+    if rules.replicas == 1:
+        return replica, plans
+    if len(epochs) > 1:
+        # No replicas wait for each other less than those of level costs.
+        level = len(epochs) * costs.sum() / rules.replicas
+        if homes is not None and _step_cost(plans) > _LONGER * level:
+            anywhere = _near_home(loads, epochs, rules.replicas, None)
+            level_plans = _plans(lengths, epochs, rules, anywhere, costs)
+            if _step_cost(plans) > _LONGER * _step_cost(level_plans):
+                return anywhere, level_plans
         return replica, plans
     for number, rows in enumerate(epochs[0]):
         free_plan = plan_micro_batches(lengths[rows], rules, costs=costs[rows])
@@ -212,27 +211,55 @@ def plan_passes(
     return replica, plans
 
 
-class _Load(NamedTuple):
-    """What is shared among the replicas."""
+def _plans(
+    lengths: np.ndarray,
+    epochs: Sequence[Sequence[Rows]],
+    rules: PackingRules,
+    replica: np.ndarray,
+    costs: np.ndarray,
+) -> list[list[MicroBatchPlan]]:
+    """[pass][mini-batch] the micro-batches of sequences whose replicas are chosen."""
+    return [
+        [
+            plan_micro_batches(lengths[rows], rules, replica[rows], costs=costs[rows])
+            for rows in batches
+        ]
+        for batches in epochs
+    ]
 
-    values: np.ndarray
-    """[n] int64 of each sequence."""
 
-    multiple: int = 1
-    """A replica's share is rounded up to this: tokens to whole micro-batches."""
+def _step_cost(plans: Sequence[Sequence[MicroBatchPlan]]) -> float:
+    return sum(plan.step_cost for of_pass in plans for plan in of_pass)
+
+
+def _shared_loads(
+    padded: np.ndarray, costs: np.ndarray, mini_batches: Sequence[Rows], rules: PackingRules
+) -> list[np.ndarray]:
+    """What is shared among the replicas: arrays [n] int64 of each sequence's cost and tokens, or
+    with a fixed micro-batch size its number, 1.
+
+    Of a cost, no more counts than that of a mean micro-batch. The replicas wait for a sequence that
+    costs more, wherever it is, and what the others could do meanwhile may exceed their tokens.
+    """
+    if rules.micro_batch_size is not None:
+        return [np.ones(len(padded), dtype=np.int64)]
+    of_a_step = rules.replicas * rules.budget
+    steps = sum(-(-int(padded[rows].sum()) // of_a_step) for rows in mini_batches)
+    mean = int(costs.sum()) // max(steps * rules.replicas, 1)
+    return [np.minimum(costs, max(mean, 1)), padded]
 
 
 def _near_home(
-    loads: Sequence[_Load],
+    loads: Sequence[np.ndarray],
     epochs: Sequence[Sequence[Rows]],
     replicas: int,
     homes: np.ndarray | None,
 ) -> np.ndarray:
     """[n] int32: each sequence's home where all of its mini-batches have room for its loads there,
-    else another replica. Those with the largest first load choose first.
+    else another replica. Those with the largest first load choose first, in a tie the second decides.
     """
     # [loads * passes, n]: the load and the mini-batch of each sequence.
-    values = np.repeat([load.values for load in loads], len(epochs), axis=0)
+    values = np.repeat(loads, len(epochs), axis=0)
     mini_batch = np.empty_like(values)
     for row in range(len(values)):
         for number, positions in enumerate(epochs[row % len(epochs)]):
@@ -240,31 +267,36 @@ def _near_home(
     rows = np.arange(len(values))
     totals = np.zeros((len(values), int(mini_batch.max(initial=0)) + 1), dtype=np.int64)
     np.add.at(totals, (rows[:, None], mini_batch), values)
-    multiples = np.repeat([load.multiple for load in loads], len(epochs))[:, None]
-    shares = -(-totals // (replicas * multiples)) * multiples
+    shares = -(-totals // replicas)
     # [loads * passes, mini-batches, replicas]: what a replica may still take of a mini-batch.
     room = np.repeat(shares[:, :, None], replicas, axis=2)
-    count = len(loads[0].values)
+    count = len(loads[0])
     replica = np.zeros(count, dtype=np.int32) if homes is None else homes.astype(np.int32)
-    order = np.argsort(-loads[0].values, kind="stable")
+    order = np.lexsort([-load for load in reversed(loads)])
     # Placed last, those that fit nowhere would meet replicas that are full.
     fits_nowhere = (values > shares[rows[:, None], mini_batch]).any(axis=0)[order]
     leaving = order[~fits_nowhere].tolist()
-    all_replicas = np.arange(replicas)
+    # Of each sequence, where its mini-batches are in [loads * passes * mini-batches, replicas].
+    where = (rows[:, None] * totals.shape[1] + mini_batch).T
+    room_of = room.reshape(-1, replicas)
+    share_of = shares.reshape(-1, 1)
 
     def place(i: int) -> None:
         """Where most room is left, at home in a tie."""
-        numbers = mini_batch[:, i]
-        share_left = room[rows, numbers] / shares[rows, numbers, None]
-        is_away = all_replicas != replica[i]
-        most_room_first = np.lexsort((is_away, -share_left.sum(0), -share_left.min(0)))
-        replica[i] = most_room_first[0]
-        room[rows, numbers, replica[i]] -= values[:, i]
+        share_left = room_of[where[i]] / share_of[where[i]]
+        least = share_left.min(0)
+        best = np.flatnonzero(least == least.max())
+        if len(best) > 1:
+            left = share_left.sum(0)[best]
+            best = best[left == left.max()]
+        if replica[i] not in best:
+            replica[i] = best[0]
+        room_of[where[i], replica[i]] -= values[:, i]
 
     for i in order[fits_nowhere].tolist():
         place(i)
     if homes is not None:
-        at_home = (rows[:, None] * totals.shape[1] + mini_batch) * replicas + replica
+        at_home = where.T * replicas + replica
         leaving = _take_at_home(values.T.tolist(), leaving, at_home, room)
     for i in leaving:
         place(i)

@@ -9,18 +9,24 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import torch
 
-from megatron_gspo.algorithms import RatioHistogram, Reduction, ratio_histograms, reduction_of
+from megatron_gspo.algorithms import (
+    RatioHistogram,
+    Reduction,
+    add_ratios,
+    ratio_histograms,
+    reduction_of,
+)
 from megatron_gspo.config import Config
 from megatron_gspo.data.training_batch import TrainingBatch
 from megatron_gspo.errors import RunError, first_line
-from megatron_gspo.loop.ratio_quantiles import added_histograms, quantiles_over_ranks
+from megatron_gspo.loop.ratio_quantiles import quantiles_over_ranks
 from megatron_gspo.loop.rollout_correction import mismatch
 from megatron_gspo.loop.routing import RoutingReplay
 from megatron_gspo.loop.step_plan import StepPlan
 from megatron_gspo.loop.timers import Timers
 from megatron_gspo.mcore.policy import Policy
 from megatron_gspo.mcore.teacher_states import TeacherStates
-from megatron_gspo.mcore.train_step import StepResult, train_mini_batch
+from megatron_gspo.mcore.train_step import StepResult, finished_metrics, train_mini_batch
 
 
 @dataclass(frozen=True)
@@ -64,7 +70,7 @@ def run_optimizer_steps(
     """
     results: list[StepResult] = []
     update = Update({})
-    ratios: dict[str, RatioHistogram] = {}
+    ratios = ratio_histograms()
     skipped = 0
     clock = policy.config.timers
     if clock is not None:
@@ -100,7 +106,7 @@ def run_optimizer_steps(
             largest = largest_log_ratio(mini_batch, result.log_probs)
             update.metrics["log_ratio/first_update"] = largest
         if config.algorithm.has_ratio:
-            ratios = _added(ratios, mini_batch, result.log_probs)
+            _add_ratios(ratios, mini_batch, result.log_probs)
         update = Update(update.metrics, mini_batch, result.log_probs, routing.measured.flips)
         results.append(replace(result, routing=None))  # frees the mini-batch's routes
     metrics = {"updates": float(len(results)), "updates/skipped": float(skipped)}
@@ -108,8 +114,10 @@ def run_optimizer_steps(
         metrics["updates/repacked"] = plan.repacked
     if not results:
         return Update(metrics)
-    metrics |= update.metrics | averaged_metrics([result.metrics for result in results])
-    metrics |= quantiles_over_ranks(ratios, batch) | packing_metrics(policy, results)
+    metrics |= update.metrics | averaged_metrics(finished_metrics(results, policy))
+    if config.algorithm.has_ratio:
+        metrics |= quantiles_over_ranks(ratios, batch)
+    metrics |= packing_metrics(policy, results)
     metrics |= clock.read_and_reset() if clock is not None else {}
     return replace(update, metrics=metrics)
 
@@ -174,17 +182,16 @@ def packing_metrics(policy: Policy, results: Sequence[StepResult]) -> dict[str, 
     }
 
 
-def _added(
+def _add_ratios(
     ratios: dict[str, RatioHistogram], batch: TrainingBatch, log_probs: np.ndarray
-) -> dict[str, RatioHistogram]:
-    """The histograms with the ratios of this replica's responses in an update."""
+) -> None:
+    """Add the ratios of this replica's responses in an update."""
     responses = batch.responses.only("old_log_probs", "loss_mask")
     for piece in responses.with_column("log_probs", log_probs).pieces():
-        histograms = ratio_histograms(
+        add_ratios(
+            ratios,
             torch.from_numpy(piece["log_probs"]),
             torch.from_numpy(piece["old_log_probs"]),
             torch.from_numpy(piece["loss_mask"]),
             torch.from_numpy(piece.sample_ids),
         )
-        ratios = added_histograms(ratios, histograms)
-    return ratios

@@ -8,15 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_gspo.algorithms import RatioHistogram
+from megatron_gspo.algorithms import RatioHistogram, quantiles_of
 from megatron_gspo.data.training_batch import TrainingBatch
-
-
-def added_histograms(
-    some: Mapping[str, RatioHistogram], more: Mapping[str, RatioHistogram]
-) -> dict[str, RatioHistogram]:
-    """Their sums by level; `some` may be empty."""
-    return {level: some[level] + one if level in some else one for level, one in more.items()}
 
 
 def quantiles_over_ranks(
@@ -30,8 +23,9 @@ def quantiles_over_ranks(
     def over(reduce: Callable[[np.ndarray], np.ndarray]) -> Callable[[Tensor], Tensor]:
         return lambda x: torch.from_numpy(reduce(x.numpy()))
 
+    quantiles = quantiles_of(list(histograms.values()), over(batch.summed), over(batch.largest))
     return {
         f"ratio_{level}/{name}": value
-        for level, one in histograms.items()
-        for name, value in one.quantiles(over(batch.summed), over(batch.largest)).items()
+        for level, of_level in zip(histograms, quantiles, strict=True)
+        for name, value in of_level.items()
     }

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from megatron_gspo.algorithms import (
-    RatioHistogram,
     Segments,
+    add_ratios,
     mismatch_metrics,
     ratio_histograms,
     sequence_divergence_mask,
@@ -25,7 +25,7 @@ from megatron_gspo.algorithms import (
 from megatron_gspo.config import AlgorithmConfig, ConfigError
 from megatron_gspo.data.columns import Columns
 from megatron_gspo.data.training_batch import TrainingBatch
-from megatron_gspo.loop.ratio_quantiles import added_histograms, quantiles_over_ranks
+from megatron_gspo.loop.ratio_quantiles import quantiles_over_ranks
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ def mismatch(batch: TrainingBatch, log_probs: np.ndarray) -> dict[str, float]:
         return {}
     count = max(int(batch.table["trained"].sum(dtype=np.int64)), 1)
     totals: dict[str, float] = {}
-    histograms: dict[str, RatioHistogram] = {}
+    histograms = ratio_histograms()
     largest = 0.0
     responses = batch.responses.only("rollout_log_probs", "loss_mask")
     for piece in responses.with_column("log_probs", log_probs).pieces():
@@ -70,10 +70,13 @@ def mismatch(batch: TrainingBatch, log_probs: np.ndarray) -> dict[str, float]:
         # NaN stays.
         largest = float(np.maximum(largest, float(shares.pop("mismatch/abs_diff_max"))))
         totals = {name: totals.get(name, 0.0) + float(value) for name, value in shares.items()}
-        piece_histograms = ratio_histograms(
-            tokens.log_probs, tokens.rollout, tokens.mask, tokens.segments.segment_ids
+        add_ratios(
+            histograms,
+            tokens.log_probs,
+            tokens.rollout,
+            tokens.mask,
+            tokens.segments.segment_ids,
         )
-        histograms = added_histograms(histograms, piece_histograms)
     metrics = dict(zip(totals, batch.sum(*totals.values()), strict=True))
     metrics["mismatch/abs_diff_max"] = batch.max(largest)[0]
     return metrics | {

@@ -22,8 +22,10 @@ from megatron_gspo.data.training_batch import TrainingBatch
 from megatron_gspo.loop.route_agreement import check_route_agreement
 from megatron_gspo.loop.timers import Timers
 from megatron_gspo.mcore.routing_replay.gather_results import (
+    RoutingCounts,
     flips_of_replica,
     routes_of_replica,
+    routing_counts,
     routing_stats,
 )
 from megatron_gspo.mcore.routing_replay.micro_batch_routes import MicroBatchRoutes, ReplayOptions
@@ -70,7 +72,10 @@ class RoutingReplay:
     """Positions that a query selects in sparse attention; 0 without."""
 
     measured: StepRouting = field(default_factory=StepRouting)
-    """What the step measured so far."""
+    """What the step measured so far; statistics of its passes from `measure_passes` on."""
+
+    _of_old_policy: list[RoutingCounts] = field(default_factory=list)
+    _of_updates: list[RoutingCounts] = field(default_factory=list)
 
     old_selections: list[SampledSelections] = field(default_factory=list)
     """Of the old policy's pass."""
@@ -167,13 +172,13 @@ class RoutingReplay:
         """The batch with the routes that a pass over those at ``positions`` recorded, where the
         updates need them.
 
-        Keeps the statistics of the pass. done: its routes; None if there was no pass. Raises
+        Keeps the counts of the pass. done: its routes; None if there was no pass. Raises
         ``RouteError`` where the rollout engine's routes are not those of these tokens.
         """
         if done is not None and self._is_used:
             with timers("routing"):
                 if self.config.metrics:
-                    self.measured.old = routing_stats(done)
+                    self._of_old_policy.append(routing_counts(done))
                     self.old_selections = selections_of(done)
                 if self._compares_rollout:
                     check_route_agreement(
@@ -215,7 +220,7 @@ class RoutingReplay:
         """
         if done is not None and self._is_used:
             with timers("routing"):
-                self.measured.updates.append(routing_stats(done))
+                self._of_updates.append(routing_counts(done))
                 if done[0].options.selected_positions:
                     changed = changed_share(
                         self.old_selections, selections_of(done), done[0].groups.tp
@@ -225,6 +230,17 @@ class RoutingReplay:
                     flips_of_replica(done, batch) if flips and done[0].options.compare else None
                 )
                 self.measured.bytes_moved += sum(routes.bytes_moved for routes in done)
+
+    def measure_passes(self, timers: Timers) -> None:
+        """Make the statistics of the step's passes. A collective of the world."""
+        passes = [*self._of_old_policy, *self._of_updates]
+        if not passes:
+            return
+        with timers("routing"):
+            stats = routing_stats(passes)
+        if self._of_old_policy:
+            self.measured.old = stats.pop(0)
+        self.measured.updates = stats
 
 
 def selections_of(done: Sequence[MicroBatchRoutes]) -> list[SampledSelections]:

@@ -14,9 +14,7 @@ from megatron_gspo.data.micro_batch_plan import (
     plan_micro_batches,
     plan_passes,
 )
-from megatron_gspo.data.sample_batch import BatchTable, SampleBatch
-from megatron_gspo.models.flops import forward_flops
-from megatron_gspo.models.model_shape import ModelShape
+from megatron_gspo.data.sample_batch import BatchTable
 
 
 def mini_batches(count: int, size: int, *, seed: int, step: int, epoch: int) -> list[list[int]]:
@@ -44,7 +42,7 @@ class StepPlan:
     precision: so a ratio differs from 1 by the weights alone."""
 
     costs: np.ndarray | None = None
-    """[N], the cost of each sample (`sample_costs`); None: its tokens."""
+    """[N], the cost of each sample (`SampleFlops.costs`); None: its tokens."""
 
     @property
     def repacked(self) -> float:
@@ -63,34 +61,6 @@ class StepPlan:
         return plan_micro_batches(lengths, self.rules, self.replica[positions], costs=costs)
 
 
-def sample_costs(batch: SampleBatch, shape: ModelShape) -> np.ndarray:
-    """[N] int64: 1000 floating-point operations of a forward pass over each sample, the same on
-    every rank. A collective of the batch's group where a sample has several rows, whose lengths
-    only its holder knows.
-    """
-    table = batch.table
-    scored = np.where(table["turns"] > 0, table["turn_tokens"], table["response_length"])
-    flops = forward_flops(shape, batch.lengths, scored).total
-    several = table["rows"] > 1
-    if several.any():
-        of_rows = np.zeros(len(batch))
-        rows_of = {
-            position: sample.row_lengths
-            for position, sample in batch.held.items()
-            if sample.row_lengths is not None
-        }
-        if rows_of:
-            positions = list(rows_of)
-            lengths = np.concatenate(list(rows_of.values()))
-            first_rows = np.cumsum([0, *map(len, rows_of.values())])[:-1]
-            scored_of_row = np.zeros(len(lengths))
-            scored_of_row[first_rows] = scored[positions]  # in which row does not matter
-            flops_of_row = forward_flops(shape, lengths, scored_of_row).total
-            of_rows[positions] = np.add.reduceat(flops_of_row, first_rows)
-        flops = np.where(several, batch.largest(of_rows), flops)
-    return np.maximum(flops / 1000, 1).astype(np.int64)
-
-
 def plan_step(
     batch: BatchTable,
     homes: np.ndarray | None,
@@ -104,7 +74,7 @@ def plan_step(
 
     Args:
         homes: [N] the replicas that have the samples; None: all have all.
-        costs: [N] of the samples (`sample_costs`); None: their tokens.
+        costs: [N] of the samples (`SampleFlops.costs`); None: their tokens.
     """
     training = config.training
     lengths = batch.packing_lengths(rules.sequence_multiple)

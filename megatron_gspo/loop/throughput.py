@@ -5,18 +5,16 @@ from __future__ import annotations
 import resource
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
 from megatron_gspo.config import Config
-from megatron_gspo.data.training_batch import TrainingBatch
+from megatron_gspo.data.sample_batch import BatchTable
 from megatron_gspo.gpus import gpu_of_device
+from megatron_gspo.loop.sample_flops import SampleFlops
 from megatron_gspo.loop.step_plan import StepPlan
-from megatron_gspo.models.flops import forward_flops
-from megatron_gspo.models.model_shape import ModelShape
 
 
 @dataclass(frozen=True)
@@ -40,21 +38,27 @@ class StepWork:
 
 
 def step_work(
-    batch: TrainingBatch, shape: ModelShape, config: Config, plan: StepPlan, *, updates_policy: bool
+    batch: BatchTable,
+    policy: SampleFlops,
+    config: Config,
+    plan: StepPlan,
+    *,
+    updates_policy: bool,
+    critic: SampleFlops | None = None,
 ) -> StepWork:
-    """The work of a step. A collective of the batch's group.
+    """The work of a step.
 
-    updates_policy: whether the policy was trained, and not the value model alone.
+    Args:
+        updates_policy: whether the policy was trained, and not the value model alone.
+        critic: of the value model, where one is trained.
     """
-    policy = _flops_by_sample(batch, shape, config)
     trains = config.training.only != "rollout"
     passes = config.algorithm.has_ratio and config.algorithm.old_log_probs == "recompute"
-    scored = policy.total * (passes + config.algorithm.needs_reference) * trains
+    scored = policy.forward * (passes + config.algorithm.needs_reference) * trains
     trained = policy.trained * updates_policy
     recomputed = policy.recomputed * updates_policy
-    if config.algorithm.needs_critic and trains:
-        critic = _flops_by_sample(batch, replace(shape, value_head=True), config)
-        scored = scored + critic.total
+    if critic is not None and trains:
+        scored = scored + critic.forward
         trained = trained + critic.trained
         recomputed = recomputed + critic.recomputed
     updates = [
@@ -67,37 +71,6 @@ def step_work(
         training_flops=float(sum(trained[positions].sum() for positions in updates)),
         recomputed_flops=float(sum(recomputed[positions].sum() for positions in updates)),
     )
-
-
-@dataclass(frozen=True)
-class _SampleFlops:
-    """[N] each, on every rank: the positions that a pass scores, and the FLOPs of a pass without a
-    gradient, of an update, and of what an update computes again.
-    """
-
-    scored: np.ndarray
-    total: np.ndarray
-    trained: np.ndarray
-    recomputed: np.ndarray
-
-
-def _flops_by_sample(batch: TrainingBatch, shape: ModelShape, config: Config) -> _SampleFlops:
-    """A collective of the batch's group: each rank knows the rows of its own samples."""
-    columns = np.zeros((4, len(batch)))
-    responses = batch.responses
-    if len(responses):
-        scored = responses.sums(responses["generated"])
-        rows = batch.rows
-        scored_of_row = np.zeros(rows.num_tokens)
-        scored_of_row[rows.bounds[:-1]] = scored  # in which row of a sample does not matter
-        forward = forward_flops(shape, rows["length"], scored_of_row)
-        trained = forward.training(frozen=config.lora.is_on)
-        recomputed = forward.recomputed(config.model.recompute_granularity)
-        columns[0, responses.positions] = scored
-        columns[1, responses.positions] = rows.sums(forward.total)
-        columns[2, responses.positions] = rows.sums(trained)
-        columns[3, responses.positions] = rows.sums(recomputed)
-    return _SampleFlops(*batch.summed(columns))
 
 
 def gpu_peak(config: Config) -> float | None:

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from megatron_gspo.config import Config
+from megatron_gspo.data.sample_batch import SampleBatch
 from megatron_gspo.data.training_batch import TrainingBatch
 from megatron_gspo.errors import EngineError
 from megatron_gspo.launch_environment import world_size
@@ -36,13 +37,14 @@ from megatron_gspo.loop.rollout_correction import correct_mismatch
 from megatron_gspo.loop.routing import RoutingReplay, same_routers
 from megatron_gspo.loop.run_lines import end_lines, start_lines
 from megatron_gspo.loop.run_lock import sole_writer
+from megatron_gspo.loop.sample_flops import SampleFlops, sample_flops
 from megatron_gspo.loop.sample_metrics import (
     agent_metrics,
     sample_metrics,
     source_metrics,
 )
 from megatron_gspo.loop.setup import Components, build_components
-from megatron_gspo.loop.step_plan import plan_step, sample_costs
+from megatron_gspo.loop.step_plan import plan_step
 from megatron_gspo.loop.stop_signal import stop_on_signal
 from megatron_gspo.loop.throughput import (
     StepWork,
@@ -204,14 +206,14 @@ def train_step(
     groups = run.policy.groups
     rules = packing_rules(config.training, run.policy.config, groups)
     homes = replica_homes(rollout.batch, groups.dp)
-    costs = sample_costs(rollout.batch, run.policy.shape)
-    plan = plan_step(rollout.batch, homes, config, rules, step, costs=costs)
+    flops = _flops(run, rollout.batch)
+    plan = plan_step(rollout.batch, homes, config, rules, step, costs=flops["policy"].costs)
     routing.check_rollout_routes(rollout.batch)
     with timers("exchange"):
         batch = move_samples(rollout.batch, plan.replica, groups, routes=routing.shape)
     if config.training.only == "rollout":
         metrics = rollout.metrics | _rollout_metrics(run, batch, step)
-        work = step_work(batch, run.policy.shape, config, plan, updates_policy=False)
+        work = step_work(batch, config=config, plan=plan, updates_policy=False, **flops)
         return TrainedStep(batch, cursor, routing, Update({}), work, metrics, callback_metrics)
     batch, score_metrics = with_log_probs(
         batch, run.policy, run.reference, config, plan, routing, timers
@@ -244,9 +246,26 @@ def train_step(
         update = run_optimizer_steps(
             run.policy, batch, config, step, plan, routing, timers, teacher_states
         )
+    routing.measure_passes(timers)
     metrics |= update.metrics | routing.measured.metrics()
-    work = step_work(batch, run.policy.shape, config, plan, updates_policy=updates_policy)
+    work = step_work(batch, config=config, plan=plan, updates_policy=updates_policy, **flops)
     return TrainedStep(batch, cursor, routing, update, work, metrics, callback_metrics)
+
+
+def _flops(run: Components, batch: SampleBatch) -> dict[str, SampleFlops]:
+    """What the samples cost the ``policy``, and the ``critic`` where there is one."""
+    shapes = {"policy": run.policy.shape}
+    if run.policy.critic is not None:
+        shapes["critic"] = run.policy.critic.shape
+    return {
+        model: sample_flops(
+            batch,
+            shape,
+            frozen=run.config.lora.is_on,
+            recompute=run.config.model.recompute_granularity,
+        )
+        for model, shape in shapes.items()
+    }
 
 
 def _rollout_metrics(run: Components, batch: TrainingBatch, step: int) -> dict[str, float]:

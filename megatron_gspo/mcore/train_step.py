@@ -49,16 +49,17 @@ from megatron_gspo.mcore.routing_replay.micro_batch_routes import (
 )
 from megatron_gspo.mcore.teacher_states import TeacherStates, rows_of_policy
 from megatron_gspo.parallel.log_probs import LogProbOptions
-from megatron_gspo.parallel.metric_reduction import reduce_metrics
+from megatron_gspo.parallel.metric_reduction import reduce_records
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """One optimizer step: final ``metrics``, the same on every rank, the ``log_probs`` of the
-    policy before it, a column of the mini-batch's responses with 0 at untrained tokens, and what
-    the routers did."""
+    """One optimizer step: its ``metrics``, the same on every rank, the ``log_probs`` of the policy
+    before it, a column of the mini-batch's responses with 0 at untrained tokens, and what the
+    routers did. ``shares``: this rank's part of the loss's metrics, for `finished_metrics`."""
 
     metrics: dict[str, float]
+    shares: dict[str, Tensor]
     log_probs: np.ndarray
     batches: MicroBatches
     routing: list[MicroBatchRoutes] | None = None
@@ -291,11 +292,11 @@ def train_mini_batch(
         score_centering=score_centering,
     )
     metrics = optimizer_step(policy)
-    metrics |= finish_metrics(summed_metrics([output["metrics"] for output in outputs], policy))
+    shares = combined_shares([output["metrics"] for output in outputs])
     log_probs = values_of_replica(
         [output["log_probs"] for output in outputs], batches.layouts, batch, policy.groups
     )
-    return StepResult(metrics, log_probs, batches, routes)
+    return StepResult(metrics, shares, log_probs, batches, routes)
 
 
 def optimizer_step(policy: Policy) -> dict[str, float]:
@@ -370,25 +371,39 @@ def zero_gradients(policy: Policy) -> None:
     policy.optimizer.zero_grad()
 
 
+def combined_shares(per_micro_batch: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """The metrics of all micro-batches of this rank, shares still."""
+    total: dict[str, Tensor] = {}
+    for metrics in per_micro_batch:
+        for name, value in metrics.items():
+            if name in total:
+                value = reduction_of(name).combine(total[name], value)
+            total[name] = value
+    return total
+
+
+def finished_metrics(results: Sequence[StepResult], policy: Policy) -> list[dict[str, float]]:
+    """All metrics of each optimizer step, the same on every rank. A collective of the world, once
+    for all steps."""
+    of_loss = summed_metrics([result.shares for result in results], policy)
+    return [
+        result.metrics | finish_metrics(summed)
+        for result, summed in zip(results, of_loss, strict=True)
+    ]
+
+
 def summed_metrics(
-    per_micro_batch: Sequence[Mapping[str, Tensor]], policy: Policy
-) -> dict[str, float]:
-    """Combine the metrics of all micro-batches and data-parallel ranks, and broadcast them to every
-    pipeline stage.
-    """
+    records: Sequence[Mapping[str, Tensor]], policy: Policy
+) -> list[dict[str, float]]:
+    """Each record of shares, over all data-parallel ranks and broadcast to every pipeline stage."""
     groups = policy.groups
-    summed: list[dict[str, float] | None] = [None]
+    summed: list[list[dict[str, float]] | None] = [None]
     if groups.is_last_stage:
-        total: dict[str, Tensor] = {}
-        for metrics in per_micro_batch:
-            for name, value in metrics.items():
-                if name in total:
-                    value = reduction_of(name).combine(total[name], value)
-                total[name] = value
-        reduced = reduce_metrics(total, groups.dp_cp)
+        reduced = reduce_records(records, groups.dp_cp)
+        scalars = [value for record in reduced for value in record.values()]
         # One transfer.
-        values = torch.stack(list(reduced.values())).cpu().tolist() if reduced else []
-        summed = [dict(zip(reduced, values, strict=True))]
+        values = iter(torch.stack(scalars).cpu().tolist() if scalars else [])
+        summed = [[{name: next(values) for name in record} for record in reduced]]
     if groups.pp.size() > 1:
         dist.broadcast_object_list(summed, src=groups.last_stage_rank, group=groups.pp)
     [metrics_of_all] = summed

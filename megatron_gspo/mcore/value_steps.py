@@ -29,6 +29,7 @@ from megatron_gspo.mcore.micro_batches import values_of_replica
 from megatron_gspo.mcore.policy import Policy
 from megatron_gspo.mcore.process_groups import ProcessGroups
 from megatron_gspo.mcore.train_step import (
+    combined_shares,
     optimizer_step,
     pack_mini_batch,
     run_schedule,
@@ -101,8 +102,9 @@ def train_critic_mini_batch(
         critic, _forward_step(reader, critic.groups, loss_function), batches, forward_only=False
     )
     stepped = optimizer_step(critic)
-    loss_metrics = finish_metrics(summed_metrics([output["metrics"] for output in outputs], critic))
-    return loss_metrics | {f"critic/{name}": value for name, value in stepped.items()}
+    shares = combined_shares([output["metrics"] for output in outputs])
+    [summed] = summed_metrics([shares], critic)
+    return finish_metrics(summed) | {f"critic/{name}": value for name, value in stepped.items()}
 
 
 def _forward_step(

@@ -4,7 +4,7 @@ collectives.
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -22,8 +22,9 @@ def reduce_metrics(
     group: ProcessGroup | None,
     *,
     names: Sequence[str] | None = None,
+    reduction: Callable[[str], Reduction] = reduction_of,
 ) -> dict[str, Tensor]:
-    """Sum every scalar over the ranks, or take its maximum or minimum, as ``reduction_of`` its name
+    """Sum every scalar over the ranks, or take its maximum or minimum, as ``reduction`` of its name
     says.
 
     The inputs are shares that add up to the whole. Returns float32 scalars with sorted keys, equal
@@ -46,10 +47,31 @@ def reduce_metrics(
     if group_size(group) == 1:
         return {name: local[name] for name in sorted(local)}
     all_names = _all_names(local, device, group) if names is None else sorted(set(names))
-    sums = [name for name in all_names if reduction_of(name) is Reduction.SUM]
-    extremes = [name for name in all_names if reduction_of(name) is not Reduction.SUM]
-    reduced = _sum(sums, local, device, group) | _extremes(extremes, local, device, group)
+    kinds = {name: reduction(name) for name in all_names}
+    sums = [name for name, kind in kinds.items() if kind is Reduction.SUM]
+    minima = {name: kind is Reduction.MIN for name, kind in kinds.items() if name not in sums}
+    reduced = _sum(sums, local, device, group) | _extremes(minima, local, device, group)
     return {name: reduced[name] for name in all_names}
+
+
+def reduce_records(
+    records: Sequence[Mapping[str, Tensor | float]], group: ProcessGroup | None
+) -> list[dict[str, Tensor]]:
+    """`reduce_metrics` of several records, as many on each rank, in the collectives of one."""
+    numbered = {
+        f"{number} {name}": value
+        for number, record in enumerate(records)
+        for name, value in record.items()
+    }
+    reduced: list[dict[str, Tensor]] = [{} for _ in records]
+    for key, value in reduce_metrics(numbered, group, reduction=_of_numbered).items():
+        number, _, name = key.partition(" ")
+        reduced[int(number)][name] = value
+    return reduced
+
+
+def _of_numbered(key: str) -> Reduction:
+    return reduction_of(key.partition(" ")[2])
 
 
 def _device_of(group: ProcessGroup | None) -> torch.device:
@@ -100,25 +122,28 @@ def _sum(
 
 
 def _extremes(
-    names: list[str], local: Mapping[str, Tensor], device: torch.device, group: ProcessGroup | None
+    is_minimum: Mapping[str, bool],
+    local: Mapping[str, Tensor],
+    device: torch.device,
+    group: ProcessGroup | None,
 ) -> dict[str, Tensor]:
     """A minimum is sent as the maximum of the negative, a NaN as a flag because backends differ
     in its maximum.
     """
-    if not names:
+    if not is_minimum:
         return {}
     absent = torch.full((), -torch.inf, device=device)
     values = torch.stack(
-        [_as_maximum(name, local[name]) if name in local else absent for name in names]
+        [
+            (-local[name] if minimum else local[name]) if name in local else absent
+            for name, minimum in is_minimum.items()
+        ]
     )
     is_nan = values.isnan()
     packed = torch.stack([values.masked_fill(is_nan, -torch.inf), is_nan.float()])
     dist.all_reduce(packed, op=dist.ReduceOp.MAX, group=group)
     values = packed[0].masked_fill(packed[1] > 0, torch.nan)
     return {
-        name: _as_maximum(name, value) for name, value in zip(names, values.unbind(), strict=True)
+        name: -value if minimum else value
+        for (name, minimum), value in zip(is_minimum.items(), values.unbind(), strict=True)
     }
-
-
-def _as_maximum(name: str, value: Tensor) -> Tensor:
-    return -value if reduction_of(name) is Reduction.MIN else value

@@ -13,8 +13,15 @@ from megatron_gspo.algorithms.ratio_histogram import (
     RELATIVE_ERROR,
     RatioHistogram,
     _bins_of,
+    quantiles_of,
 )
 from tests.support.distributed import run_distributed
+
+
+def histogram_of(log_ratio: torch.Tensor) -> RatioHistogram:
+    histogram = RatioHistogram()
+    histogram.add(log_ratio)
+    return histogram
 
 
 def exact(log_ratio: torch.Tensor) -> dict[str, float]:
@@ -46,9 +53,9 @@ LOG_RATIOS = st.one_of(
 @given(st.lists(LOG_RATIOS, min_size=1, max_size=60), st.integers(1, 4))
 def test_against_sorted_values_however_they_are_split(values, parts):
     d = torch.tensor(values, dtype=torch.float64)
-    total = sum(
-        (RatioHistogram.of(d[i::parts]) for i in range(1, parts)), RatioHistogram.of(d[::parts])
-    )
+    total = RatioHistogram()
+    for i in range(parts):
+        total.add(d[i::parts])
     assert int(total.counts.sum()) == len(values)
     check(total.quantiles(), exact(d))
 
@@ -58,7 +65,7 @@ def test_the_log_of_a_ratio_near_1_is_known_within_1_percent(scale):
     d = scale * torch.randn(
         200_000, generator=torch.Generator().manual_seed(0), dtype=torch.float64
     )
-    quantiles = RatioHistogram.of(d).quantiles()
+    quantiles = histogram_of(d).quantiles()
     expected = exact(d)
     check(quantiles, expected)
     for name in ("p01", "p99"):
@@ -67,14 +74,14 @@ def test_the_log_of_a_ratio_near_1_is_known_within_1_percent(scale):
 
 
 def test_extremes_beyond_the_range_are_exact():
-    quantiles = RatioHistogram.of(torch.tensor([-50.0, 0.0, 0.0, 40.0])).quantiles()
+    quantiles = histogram_of(torch.tensor([-50.0, 0.0, 0.0, 40.0])).quantiles()
     assert quantiles["min"] == pytest.approx(math.exp(-50)) and quantiles["max"] == pytest.approx(
         math.exp(40)
     )
     assert quantiles["p50"] == 1.0
-    assert RatioHistogram.of(torch.zeros(0)).quantiles() == {}
+    assert histogram_of(torch.zeros(0)).quantiles() == {}
     for nan in (math.nan, -math.nan):
-        histogram = RatioHistogram.of(torch.tensor([0.0, 0.0, nan]))
+        histogram = histogram_of(torch.tensor([0.0, 0.0, nan]))
         assert histogram.counts.nonzero()[-1] == _bins_of(torch.tensor([_LARGEST])), (
             "NaN counts as the largest"
         )
@@ -85,7 +92,7 @@ def test_extremes_beyond_the_range_are_exact():
 def test_a_quantile_is_not_beyond_the_extremes():
     """The centre of the bin of -0.03 is below it, that of 0.03 above."""
     for d in (-0.03, 0.03):
-        quantiles = RatioHistogram.of(torch.full((9,), d, dtype=torch.float64)).quantiles()
+        quantiles = histogram_of(torch.full((9,), d, dtype=torch.float64)).quantiles()
         assert (
             quantiles["min"]
             == quantiles["p01"]
@@ -98,9 +105,9 @@ def test_a_quantile_is_not_beyond_the_extremes():
 
 def test_the_largest_ratios():
     """A log-ratio beyond 32 nats counts as 32, and no ratio is infinite."""
-    quantiles = RatioHistogram.of(torch.tensor([0.0, 32.6, 40.0])).quantiles()
+    quantiles = histogram_of(torch.tensor([0.0, 32.6, 40.0])).quantiles()
     assert quantiles["p50"] == pytest.approx(math.exp(32.0), rel=RELATIVE_ERROR)
-    quantiles = RatioHistogram.of(torch.full((3,), 800.0)).quantiles()
+    quantiles = histogram_of(torch.full((3,), 800.0)).quantiles()
     assert quantiles["min"] == quantiles["max"] == math.exp(700.0)
 
 
@@ -119,7 +126,8 @@ def of_ranks(rank: int, world: int, values: torch.Tensor) -> tuple[dict[str, flo
 
     own_values = values[rank::world] if rank else values[:0]  # the first rank has none
     ops = torch.distributed.ReduceOp
-    return RatioHistogram.of(own_values).quantiles(reduce(ops.SUM), reduce(ops.MAX)), sent
+    quantiles = quantiles_of([histogram_of(own_values)], reduce(ops.SUM), reduce(ops.MAX))
+    return quantiles[0], sent
 
 
 def test_ranks_exchange_a_few_kilobytes():
@@ -129,3 +137,12 @@ def test_ranks_exchange_a_few_kilobytes():
     for quantiles, sent in results:
         check(quantiles, expected)
         assert quantiles == results[0][0] and sent < 9 * 1024
+
+
+def test_several_histograms_are_reduced_together():
+    """One of them is empty; each has the quantiles that it has alone."""
+    parts = [histogram_of(torch.tensor(d)) for d in ([0.0, 0.5, -1.0], [], [0.02] * 5)]
+    calls = []
+    together = quantiles_of(parts, lambda x: calls.append(x) or x, lambda x: calls.append(x) or x)
+    assert together == [one.quantiles() for one in parts] and together[1] == {}
+    assert len(calls) == 3

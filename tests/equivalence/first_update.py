@@ -22,7 +22,8 @@ from megatron_gspo.loop.log_probs import with_log_probs
 from megatron_gspo.loop.loss_masking import mask_samples
 from megatron_gspo.loop.optimizer_steps import run_optimizer_steps
 from megatron_gspo.loop.routing import RoutingReplay
-from megatron_gspo.loop.step_plan import StepPlan, plan_step, sample_costs
+from megatron_gspo.loop.sample_flops import sample_flops
+from megatron_gspo.loop.step_plan import StepPlan, plan_step
 from megatron_gspo.loop.timers import Timers
 from megatron_gspo.mcore.forward_step import unwrap
 from megatron_gspo.mcore.micro_batches import packing_rules
@@ -83,7 +84,7 @@ def _planned(
     batch = SampleBatch.of(samples)
     groups = policy.groups
     rules = packing_rules(config.training, policy.config, groups)
-    costs = sample_costs(batch, policy.shape)
+    costs = sample_flops(batch, policy.shape).costs
     plan = plan_step(batch, None, config, rules, 0, costs=costs)
     return plan, move_samples(batch, plan.replica, groups)
 

@@ -18,7 +18,7 @@ from megatron_gspo.data.sample import Sample
 from megatron_gspo.data.training_batch import TrainingBatch
 from megatron_gspo.mcore.forward_step import unwrap
 from megatron_gspo.mcore.policy import Policy
-from megatron_gspo.mcore.routing_replay.gather_results import routing_stats
+from megatron_gspo.mcore.routing_replay.gather_results import routing_counts, routing_stats
 from megatron_gspo.mcore.routing_replay.micro_batch_routes import MicroBatchRoutes, ReplayOptions
 from megatron_gspo.mcore.routing_replay.router_hooks import RouterHook, moe_layers
 from megatron_gspo.mcore.train_step import (
@@ -71,7 +71,7 @@ def compare_recorded(
     routes, _ = all_routes(scores.routing, samples, range(len(samples)))
     wrong = sum(different_rows(a, b) for a, b in zip(routes, truth.routes, strict=True))
     errors.add("route", wrong, "recorded")
-    stats = routing_stats(scores.routing)
+    stats = routing_stats([routing_counts(scores.routing)])[0]
     errors.add("router figure", float(np.abs(stats.entropy - truth.entropy).max()), "entropy")
     errors.add("router figure", float(np.abs(stats.load - truth.load).max()), "load")
     replayed = [
@@ -83,7 +83,7 @@ def compare_recorded(
     )
     expected = stack(trained_only(everywhere(scores.log_probs, samples, policy.groups), samples))
     errors.add("replayed log-prob", float((stack(log_probs) - expected).abs().max()), "gspo")
-    stats = routing_stats(done)
+    stats = routing_stats([routing_counts(done)])[0]
     trained = sum(int(sample.loss_mask.sum()) for sample in samples)
     errors.add("route", abs(stats.compared - trained), "compared tokens")
     errors.add(

@@ -28,7 +28,9 @@ from megatron_gspo.mcore.process_groups import compute_device, initialize
 from megatron_gspo.mcore.routing_replay.micro_batch_routes import ReplayOptions
 from megatron_gspo.mcore.teacher_states import TeacherStates
 from megatron_gspo.mcore.train_step import (
+    combined_shares,
     compute_log_probs,
+    finished_metrics,
     forward_backward,
     mini_batch_routes,
     pack_mini_batch,
@@ -223,7 +225,9 @@ def run_pass(
     log_probs = values_of(
         [output["log_probs"] for output in outputs], batches, samples, policy.groups
     )
-    metrics = finish_metrics(summed_metrics([output["metrics"] for output in outputs], policy))
+    shares = combined_shares([output["metrics"] for output in outputs])
+    [summed] = summed_metrics([shares], policy)
+    metrics = finish_metrics(summed)
     gradients = {name: value.clone().cpu() for name, value in exported_gradients(policy)}
     return Pass(log_probs, metrics, gradients)
 
@@ -279,8 +283,9 @@ def compare_training(policy: Policy, truth: Truth, errors: Errors, where: str) -
         result = train_mini_batch(
             policy, TrainingBatch.of(samples), TRAINING.objective, CUTS["packed"], temperature=1.0
         )
+        [metrics] = finished_metrics([result], policy)
         errors.add_metrics(
-            result.metrics, truth.training.steps[index], f"{where}, step {index}", "step metric"
+            metrics, truth.training.steps[index], f"{where}, step {index}", "step metric"
         )
     before = truth.training.before
     stream = policy.weights() if policy.trained_lora is None else policy.adapters()

@@ -8,7 +8,8 @@ import pytest
 from megatron_gspo.config import Config
 from megatron_gspo.data.micro_batch_plan import PackingRules, plan_micro_batches
 from megatron_gspo.data.sample_batch import ROW, BatchTable, SampleBatch
-from megatron_gspo.loop.step_plan import StepPlan, mini_batches, plan_step, sample_costs
+from megatron_gspo.loop.sample_flops import sample_flops
+from megatron_gspo.loop.step_plan import StepPlan, mini_batches, plan_step
 from tests.loop.episodes import episode
 from tests.support.model_shapes import dense_shape
 from tests.support.samples import make_sample
@@ -108,7 +109,7 @@ def test_the_cost_of_a_sample_by_hand():
     branches = make_sample(3, 8, row_lengths=np.array([4, 7]))
     batch = SampleBatch.of([make_sample(2, 5), episode(1.0, 0.0), branches])
     expected = [cost(7, scored=5), cost(6, scored=4), cost(4, 7, scored=8)]
-    assert sample_costs(batch, shape).tolist() == pytest.approx(expected, abs=1)
+    assert sample_flops(batch, shape).costs.tolist() == pytest.approx(expected, abs=1)
 
 
 def test_a_step_is_balanced_by_cost_and_keeps_the_branches_of_a_run_together():
@@ -121,7 +122,7 @@ def test_a_step_is_balanced_by_cost_and_keeps_the_branches_of_a_run_together():
     config = Config.from_dict(base_config("model", "run", training=training))
     rules = PackingRules(3, 4000)
     by_tokens = plan_step(batch, None, config, rules, 0)
-    by_cost = plan_step(batch, None, config, rules, 0, costs=sample_costs(batch, shape))
+    by_cost = plan_step(batch, None, config, rules, 0, costs=sample_flops(batch, shape).costs)
     assert np.bincount(by_tokens.replica).tolist() == [2, 2, 2]
     assert sorted(by_cost.first_epoch.rows) == [[[0, 1, 2, 3]], [[4]], [[5]]]
     same = by_cost.of_samples(batch, list(range(6)))

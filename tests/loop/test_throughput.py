@@ -10,8 +10,10 @@ import pytest
 
 from megatron_gspo.config import Config
 from megatron_gspo.data.micro_batch_plan import PackingRules
+from megatron_gspo.data.sample_batch import SampleBatch
 from megatron_gspo.data.training_batch import TrainingBatch
 from megatron_gspo.gpus import GPUS, gpu_of_device
+from megatron_gspo.loop.sample_flops import sample_flops
 from megatron_gspo.loop.step_plan import plan_step
 from megatron_gspo.loop.throughput import StepWork, step_work, throughput
 from megatron_gspo.models.flops import forward_flops
@@ -41,7 +43,8 @@ def samples() -> list[Any]:
 def work_of(settings: Config, *, updates_policy: bool = True) -> StepWork:
     batch = TrainingBatch.of(samples())
     plan = plan_step(batch, None, settings, PackingRules(replicas=1, max_tokens=64), step=0)
-    return step_work(batch, SHAPE, settings, plan, updates_policy=updates_policy)
+    flops = sample_flops(SampleBatch.of(samples()), SHAPE)
+    return step_work(batch, flops, settings, plan, updates_policy=updates_policy)
 
 
 def flops(length: int, scored: int, shape: Any = SHAPE) -> Any:
@@ -79,7 +82,8 @@ def test_text_of_an_environment_is_not_scored() -> None:
     batch = TrainingBatch.of([conversation])
     settings = config(training={"steps": 1, "global_batch_size": 1})
     plan = plan_step(batch, None, settings, PackingRules(replicas=1, max_tokens=64), step=0)
-    work = step_work(batch, SHAPE, settings, plan, updates_policy=True)
+    flops = sample_flops(SampleBatch.of([conversation]), SHAPE)
+    work = step_work(batch, flops, settings, plan, updates_policy=True)
     generated = int(batch.responses["generated"].sum())
     assert work.generated == generated < conversation.response_length
 

@@ -16,7 +16,7 @@ from megatron_gspo.data.training_batch import TrainingBatch
 from megatron_gspo.mcore.checkpoint.save_load import load_checkpoint, save_checkpoint
 from megatron_gspo.mcore.offload import DeviceMemory, PolicyMemory, whole_storages
 from megatron_gspo.mcore.policy import Policy, build_policy
-from megatron_gspo.mcore.train_step import compute_log_probs, train_mini_batch
+from megatron_gspo.mcore.train_step import compute_log_probs, finished_metrics, train_mini_batch
 from tests.equivalence.cases import make_samples
 from tests.support.configs import adam, micro_batches_of, model_config, parallel
 from tests.support.distributed import run_distributed
@@ -98,7 +98,7 @@ def train_both(
             results.append(scored.log_probs)
             batch = TrainingBatch.of(make_samples(step, count=6))
             done = train_mini_batch(policy, batch, preset("sft"), CUT, temperature=1.0)
-            results += [done.metrics, done.log_probs]
+            results += [finished_metrics([done], policy), done.log_probs]
         if name == "offloaded":
             policy.memory.release()
         streamed = {key: weight.clone() for key, weight in policy.weights()}

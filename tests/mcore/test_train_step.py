@@ -22,6 +22,7 @@ from megatron_gspo.data.training_batch import TrainingBatch
 from megatron_gspo.mcore import forward_step
 from megatron_gspo.mcore.policy import Policy, build_policy
 from megatron_gspo.mcore.train_step import (
+    combined_shares,
     compute_log_probs,
     forward_backward,
     optimizer_step,
@@ -117,7 +118,8 @@ def both_passes(rank: int, world_size: int, path: str, layout: ParallelConfig) -
         for batch in trained.batches.batches
     ]
     observed["moved"] = not torch.equal(weights_before, weights(policy))
-    observed["summed"] = summed_metrics(shares(rank) if policy.groups.is_last_stage else [], policy)
+    own_shares = combined_shares(shares(rank) if policy.groups.is_last_stage else [])
+    [observed["summed"]] = summed_metrics([own_shares], policy)
     return observed
 
 

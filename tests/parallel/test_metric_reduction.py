@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_gspo.parallel import reduce_metrics
+from megatron_gspo.parallel.metric_reduction import reduce_records
 from tests.support.distributed import collectives_so_far, run_distributed
 
 LOCAL = [
@@ -34,6 +35,23 @@ def test_sums_and_extremes_with_keys_that_ranks_lack(names):
         assert list(reduced) == sorted(WHOLE)
         assert all(value.shape == () and value.dtype == torch.float32 for value in reduced.values())
         assert collectives == 2 if names else collectives > 3
+
+
+def _reduce_updates(rank, world_size):
+    """The metrics of two updates, of which the second is the first without a sum."""
+    records = [{"loss": 1.0 + rank, "ratio_max": 2.0 - rank, "ratio_min": 0.5 - rank}]
+    records.append({name: 10 * value for name, value in records[0].items() if name != "loss"})
+    return reduce_records(records, dist.group.WORLD), collectives_so_far()
+
+
+def test_several_records_take_the_collectives_of_one():
+    for reduced, collectives in run_distributed(_reduce_updates, 2):
+        first, second = [
+            {name: value.item() for name, value in record.items()} for record in reduced
+        ]
+        assert first == {"loss": 3.0, "ratio_max": 2.0, "ratio_min": -0.5}
+        assert second == {"ratio_max": 20.0, "ratio_min": -5.0}
+        assert collectives == 3  # one compares the names
 
 
 def _nan_and_infinity(rank, world_size):

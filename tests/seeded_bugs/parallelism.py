@@ -107,9 +107,16 @@ PARALLELISM = (
     SeededBug(
         name="largest values of a metric added up over ranks",
         file="megatron_gspo/parallel/metric_reduction.py",
-        before="_sum(sums, local, device, group) | _extremes(extremes, local, device, group)",
-        after="_extremes(extremes, local, device, group) | _sum(all_names, local, device, group)",
+        before="_sum(sums, local, device, group) | _extremes(minima, local, device, group)",
+        after="_extremes(minima, local, device, group) | _sum(all_names, local, device, group)",
         test="tests/parallel/test_metric_reduction.py::test_sums_and_extremes_with_keys_that_ranks_lack",
+    ),
+    SeededBug(
+        name="largest values of an update's metric added up over ranks",
+        file="megatron_gspo/parallel/metric_reduction.py",
+        before="reduce_metrics(numbered, group, reduction=_of_numbered)",
+        after="reduce_metrics(numbered, group)",
+        test="tests/parallel/test_metric_reduction.py::test_several_records_take_the_collectives_of_one",
     ),
     SeededBug(
         name="micro-batch average not undone",

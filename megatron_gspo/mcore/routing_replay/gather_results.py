@@ -1,13 +1,15 @@
 """What a pass recorded and measured: expert ids and flips of this replica's samples, statistics of
 all ranks.
 
-Each function is a collective, of the replica's ranks or of the world, and takes the
-``MicroBatchRoutes`` of this rank's micro-batches.
+Each function but `routing_stats` takes the ``MicroBatchRoutes`` of this rank's micro-batches. It is a
+collective of the replica's ranks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import islice
 
 import numpy as np
 import torch
@@ -17,7 +19,7 @@ from torch import Tensor
 from megatron_gspo.data.columns import Columns, ranges
 from megatron_gspo.data.training_batch import TrainingBatch
 from megatron_gspo.mcore.process_groups import compute_device
-from megatron_gspo.mcore.routing_replay.micro_batch_routes import MicroBatchRoutes
+from megatron_gspo.mcore.routing_replay.micro_batch_routes import MicroBatchRoutes, ReplayOptions
 from megatron_gspo.parallel.context_parallel import zigzag_indices
 from megatron_gspo.routing_replay.statistics import RoutingStats, expert_load
 
@@ -149,23 +151,47 @@ def _sum_bytes(flat: Tensor, groups: Sequence[dist.ProcessGroup]) -> int:
     return flat.numel()
 
 
-def routing_stats(micro_batches: Sequence[MicroBatchRoutes]) -> RoutingStats:
-    """The statistics of a pass over the trained tokens of all ranks, on every rank."""
+@dataclass(frozen=True)
+class RoutingCounts:
+    """What this rank counted in a pass; the sums over all ranks are its statistics."""
+
+    options: ReplayOptions
+    flips: Tensor
+    """``[layers]`` float64, or empty without ``options.compare``."""
+
+    entropy: Tensor
+    """``[layers]`` float64, or empty without ``options.entropy``."""
+
+    load: Tensor
+    """``[layers * experts]`` float64, or empty where it isn't measured."""
+
+    totals: Tensor
+    """``[3]`` float64: compared tokens, flipped ones, trained tokens."""
+
+    @property
+    def parts(self) -> list[Tensor]:
+        return [self.flips, self.entropy, self.load, self.totals]
+
+
+def routing_counts(micro_batches: Sequence[MicroBatchRoutes]) -> RoutingCounts:
+    """Count what a pass measured. A collective of the pipeline."""
     options = micro_batches[0].options
-    device = compute_device()
     shape = options.shape
-    flips, entropy = torch.zeros(2, shape.layers, dtype=torch.float64, device=device)
-    load = torch.zeros(shape.layers, shape.num_experts, dtype=torch.float64, device=device)
-    # Compared tokens, flipped ones, trained tokens.
+    device = compute_device()
+    has_load = options.entropy and options.record
+    flips = torch.zeros(shape.layers * options.compare, dtype=torch.float64, device=device)
+    entropy = torch.zeros(shape.layers * options.entropy, dtype=torch.float64, device=device)
+    experts = shape.num_experts * has_load
+    load = torch.zeros(shape.layers, experts, dtype=torch.float64, device=device)
     totals = torch.zeros(3, dtype=torch.float64, device=device)
     for routes in micro_batches:
         if not routes.is_counted or not routes.layers:
             continue
         assert routes.weight is not None
-        for layer in routes.layers:
-            flips[layer] += routes.flips.get(layer, 0.0)
-            entropy[layer] += routes.entropy.get(layer, 0.0)
-        if options.entropy and routes.chosen:
+        for total, by_layer in ((flips, routes.flips), (entropy, routes.entropy)):
+            if by_layer:
+                total[list(by_layer)] += torch.stack(list(by_layer.values()))
+        if has_load and routes.chosen:
             chosen = torch.stack(
                 [routes.chosen[layer].to(device) for layer in routes.layers], dim=1
             )
@@ -175,19 +201,30 @@ def routing_stats(micro_batches: Sequence[MicroBatchRoutes]) -> RoutingStats:
             totals[2] += routes.weight.sum()
     if options.compare:
         totals[1] = _flipped_tokens(micro_batches)
-    everything = torch.cat([flips, entropy, load.view(-1), totals])
+    return RoutingCounts(options, flips, entropy, load.view(-1), totals)
+
+
+def routing_stats(passes: Sequence[RoutingCounts]) -> list[RoutingStats]:
+    """The statistics of passes over the trained tokens of all ranks, on every rank; one collective
+    of the world for all."""
+    parts = [part for counts in passes for part in counts.parts]
+    everything = torch.cat(parts)
     dist.all_reduce(everything)
-    flips, entropy, load, totals = everything.cpu().split(
-        [shape.layers, shape.layers, load.numel(), 3]
-    )
+    summed = iter(everything.cpu().split([len(part) for part in parts]))
+    return [_stats(counts.options, *islice(summed, 4)) for counts in passes]
+
+
+def _stats(
+    options: ReplayOptions, flips: Tensor, entropy: Tensor, load: Tensor, totals: Tensor
+) -> RoutingStats:
     compared, flipped, trained = totals.tolist()
-    has_load = options.entropy and options.record
+    shape = options.shape
     return RoutingStats(
         flip_rate=(flips / compared).numpy() if options.compare else None,
         flipped_tokens=flipped / compared if compared else float("nan"),
         compared=compared,
         entropy=(entropy / trained).numpy() if options.entropy else None,
-        load=(load / (trained * shape.k)).view(shape.layers, -1).numpy() if has_load else None,
+        load=(load / (trained * shape.k)).view(shape.layers, -1).numpy() if len(load) else None,
     )
 
 
@@ -208,7 +245,8 @@ def _flipped_tokens(micro_batches: Sequence[MicroBatchRoutes]) -> Tensor | float
         ]
     )
     pipeline = micro_batches[0].groups.pp
-    dist.all_reduce(flipped, group=pipeline)
+    if pipeline.size() > 1:
+        dist.all_reduce(flipped, group=pipeline)
     return (
         (flipped > 0).sum().double()
         if micro_batches[0].is_counted and pipeline.rank() == 0

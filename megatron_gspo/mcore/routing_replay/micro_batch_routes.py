@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,6 +33,9 @@ from megatron_gspo.routing_replay.routes import RouteShape, balanced_routes
 from megatron_gspo.routing_replay.statistics import expert_overlap, router_entropy
 
 TopK = Callable[[Tensor], tuple[Tensor, Tensor]]
+
+# Scores, at most about, of the layers that are measured together: few tokens cost as much as many.
+_TOGETHER = 1 << 20
 
 
 class RoutingError(RunError):
@@ -70,6 +74,19 @@ class ReplayOptions:
     def needs_routes(self) -> bool:
         """Whether the batches must carry routes."""
         return self.replay or self.compare
+
+
+class _LiveChoice(NamedTuple):
+    """What a router has chosen, which is not measured yet."""
+
+    layer: int
+    ids: Tensor
+    """``[t, k]``"""
+
+    scores: Tensor
+    """``[t, experts]``"""
+
+    shares: Callable[[Tensor], Tensor]
 
 
 class MicroBatchRoutes:
@@ -123,6 +140,8 @@ class MicroBatchRoutes:
         self.entropy: dict[int, Tensor] = {}
         self.flipped: Tensor | None = None
         self.shared: Tensor | None = None
+        self._unmeasured_layers = 0
+        self._unmeasured: list[_LiveChoice] = []
         self.uses: Counter[tuple[int, bool]] = Counter()
         self.bytes_moved = 0
         self.selections: SampledSelections | None = None
@@ -176,6 +195,7 @@ class MicroBatchRoutes:
         self.padding = moved.get("padding", self.padding)
         self.balanced = moved.get("balanced", self.balanced)
         self.layers += layers
+        self._unmeasured_layers += len(layers)
         if given is not None:
             self.given.update(zip(layers, moved["given"].unbind(1), strict=True))
 
@@ -251,24 +271,38 @@ class MicroBatchRoutes:
         self, layer: int, scores: Tensor, ids: Tensor, shares: Callable[[Tensor], Tensor]
     ) -> None:
         """Record what the options select of a live choice, without a device synchronization."""
-        assert self.weight is not None
         ids = ids.to(self.options.shape.torch_dtype)
+        self._unmeasured_layers -= 1
         if self.options.record:
             self.chosen[layer] = _to_host(ids) if self.options.storage == "host" else ids
+        if self.compare or self.options.entropy:
+            self._unmeasured.append(_LiveChoice(layer, ids, scores.detach(), shares))
+        size = sum(choice.scores.numel() for choice in self._unmeasured)
+        if self._unmeasured and (not self._unmeasured_layers or size > _TOGETHER):
+            self._measure_together(self._unmeasured)
+            self._unmeasured = []
+
+    def _measure_together(self, choices: Sequence[_LiveChoice]) -> None:
+        """Compare the choices of some layers with ``given``, and take their entropy."""
+        assert self.weight is not None
+        layers = [choice.layer for choice in choices]
         if self.compare:
-            k = ids.shape[1]
-            given = self.given[layer]
+            ids = torch.stack([choice.ids for choice in choices])  # [layers, t, k]
+            given = torch.stack([self.given[layer] for layer in layers])
+            k = ids.shape[-1]
             different = k - expert_overlap(ids, given)
             if self.options.neighbours:
-                rows = torch.stack([given, given.roll(-1, 0), given.roll(1, 0)])
-                shared = expert_overlap(ids, rows).to(torch.int16)
+                rows = torch.stack([given, given.roll(-1, 1), given.roll(1, 1)])
+                shared = expert_overlap(ids, rows).sum(1, dtype=torch.int16)
                 self.shared = shared if self.shared is None else self.shared + shared
-            self.flips[layer] = (different.float() / k * self.known_weight).sum()
-            flipped = (different > 0).to(torch.int16)
+            flips = (different.float() / k * self.known_weight).sum(1)
+            self.flips.update(zip(layers, flips.unbind(), strict=True))
+            flipped = (different > 0).sum(0, dtype=torch.int16)
             self.flipped = flipped if self.flipped is None else self.flipped + flipped
         if self.options.entropy:
-            entropy = router_entropy(shares(scores))
-            self.entropy[layer] = (entropy * self.weight).sum()
+            shares = torch.stack([choice.shares(choice.scores) for choice in choices])
+            entropy = (router_entropy(shares) * self.weight).sum(1)
+            self.entropy.update(zip(layers, entropy.unbind(), strict=True))
 
     def check_uses(self, *, forward_only: bool) -> None:
         """Raise ``RoutingError`` unless every layer took its routes exactly once: in a training

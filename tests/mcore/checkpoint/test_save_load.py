@@ -29,7 +29,7 @@ from megatron_gspo.mcore.checkpoint.save_load import (
     save_checkpoint,
 )
 from megatron_gspo.mcore.policy import Policy
-from megatron_gspo.mcore.train_step import train_mini_batch
+from megatron_gspo.mcore.train_step import finished_metrics, train_mini_batch
 from tests.equivalence.cases import make_samples, max_difference
 from tests.support.configs import micro_batches_of, parallel
 from tests.support.distributed import run_distributed
@@ -57,7 +57,8 @@ def train_step(policy: Policy, seed: int) -> tuple[dict[str, Tensor], dict[str, 
         micro_batches_of(64),
         temperature=1.0,
     )
-    return weights(policy), result.metrics
+    [metrics] = finished_metrics([result], policy)
+    return weights(policy), metrics
 
 
 def resume(policy: Policy, at: Path, *, spoil: bool) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from megatron_gspo.config import ParallelConfig
 from megatron_gspo.data.sample import Sample
 from megatron_gspo.data.training_batch import TrainingBatch
 from megatron_gspo.mcore.routing_replay.gather_results import (
+    routing_counts,
     routing_stats,
     shared_experts_of_replica,
 )
@@ -171,7 +172,7 @@ def compare_with_counts(rank: int, world_size: int, path: str, layout: ParallelC
     for done in (live, updated):
         used, _ = all_routes(done, given, range(len(given)))
         expected = count(given, used, shape.num_experts)
-        stats = routing_stats(done)
+        stats = routing_stats([routing_counts(done)])[0]
         assert 0 < expected["compared"] < expected["trained"] and 0.1 < expected["flipped"] < 1.0, (
             expected
         )
@@ -247,7 +248,7 @@ def many_experts(rank: int, world_size: int, path: str) -> dict[str, Any]:
         "routes": routes,
         "chosen": chosen,
         "distance": distance(log_probs, expected),
-        "stats": routing_stats(again),
+        "stats": routing_stats([routing_counts(again)])[0],
         "moved": moved,
     }
 
