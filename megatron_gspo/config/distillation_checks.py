@@ -167,7 +167,7 @@ def check_teacher_model(teacher: TeacherConfig, hf: HFConfig, policy: HFConfig) 
 
 def check_top_k(distillation: DistillationConfig, policy: HFConfig) -> None:
     """The policy has so many ids. policy: its config.json."""
-    if distillation.num_ids > policy["vocab_size"]:
+    if distillation.num_ids and distillation.num_ids > policy["vocab_size"]:
         problem = f"the policy has {policy['vocab_size']} ids"
         raise ConfigError(
             "distillation.top_k", distillation.top_k, problem, "lower it, 32 is usual"

@@ -58,6 +58,7 @@ from megatron_gspo.mcore.micro_batches import packing_rules
 from megatron_gspo.mcore.process_groups import shutdown
 from megatron_gspo.mcore.seeding import EVALUATION, ROLLOUT, UPDATE, seed_generators
 from megatron_gspo.mcore.user_optimizer import check_user_optimizers
+from megatron_gspo.models.model_shape import ModelShape
 from megatron_gspo.rewards.verifiers import VerifierError
 from megatron_gspo.rollout.engine_protocol import RolloutEngine
 from megatron_gspo.rollout.sample_exchange import move_samples, replica_homes
@@ -206,14 +207,19 @@ def train_step(
     groups = run.policy.groups
     rules = packing_rules(config.training, run.policy.config, groups)
     homes = replica_homes(rollout.batch, groups.dp)
-    flops = _flops(run, rollout.batch)
-    plan = plan_step(rollout.batch, homes, config, rules, step, costs=flops["policy"].costs)
+    policy_flops = _sample_flops(run, rollout.batch, run.policy.shape)
+    critic_flops = None
+    if run.policy.critic is not None:
+        critic_flops = _sample_flops(run, rollout.batch, run.policy.critic.shape)
+    plan = plan_step(rollout.batch, homes, config, rules, step, costs=policy_flops.costs)
     routing.check_rollout_routes(rollout.batch)
     with timers("exchange"):
         batch = move_samples(rollout.batch, plan.replica, groups, routes=routing.shape)
     if config.training.only == "rollout":
         metrics = rollout.metrics | _rollout_metrics(run, batch, step)
-        work = step_work(batch, config=config, plan=plan, updates_policy=False, **flops)
+        work = step_work(
+            batch, policy_flops, config, plan, updates_policy=False, critic=critic_flops
+        )
         return TrainedStep(batch, cursor, routing, Update({}), work, metrics, callback_metrics)
     batch, score_metrics = with_log_probs(
         batch, run.policy, run.reference, config, plan, routing, timers
@@ -248,24 +254,19 @@ def train_step(
         )
     routing.measure_passes(timers)
     metrics |= update.metrics | routing.measured.metrics()
-    work = step_work(batch, config=config, plan=plan, updates_policy=updates_policy, **flops)
+    work = step_work(
+        batch, policy_flops, config, plan, updates_policy=updates_policy, critic=critic_flops
+    )
     return TrainedStep(batch, cursor, routing, update, work, metrics, callback_metrics)
 
 
-def _flops(run: Components, batch: SampleBatch) -> dict[str, SampleFlops]:
-    """What the samples cost the ``policy``, and the ``critic`` where there is one."""
-    shapes = {"policy": run.policy.shape}
-    if run.policy.critic is not None:
-        shapes["critic"] = run.policy.critic.shape
-    return {
-        model: sample_flops(
-            batch,
-            shape,
-            frozen=run.config.lora.is_on,
-            recompute=run.config.model.recompute_granularity,
-        )
-        for model, shape in shapes.items()
-    }
+def _sample_flops(run: Components, batch: SampleBatch, shape: ModelShape) -> SampleFlops:
+    return sample_flops(
+        batch,
+        shape,
+        frozen=run.config.lora.is_on,
+        recompute=run.config.model.recompute_granularity,
+    )
 
 
 def _rollout_metrics(run: Components, batch: TrainingBatch, step: int) -> dict[str, float]:

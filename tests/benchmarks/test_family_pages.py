@@ -57,7 +57,7 @@ def test_the_peaks_of_the_readme_are_rehearsed() -> None:
         (ROOT / "README.md").read_text(encoding="utf-8"),
         re.MULTILINE,
     )
-    assert len(rows) > 4
+    assert len(rows) >= 4
     for name, peak in rows:
         if name in REHEARSALS:
             assert f"{REHEARSALS[name].peak / GIB:.1f}" == peak, name
