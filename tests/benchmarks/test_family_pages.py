@@ -53,7 +53,7 @@ def test_figures_are_those_of_the_config_and_fit(name: str) -> None:
 
 def test_the_peaks_of_the_readme_are_rehearsed() -> None:
     rows = re.findall(
-        r"^\| .*`\w+/(\w+)\.yaml` \|.*\| ([\d.]+) GiB \|$",
+        r"^\| .*\(examples/\w+/(\w+)\.yaml\) \| ([\d.]+) GiB \|$",
         (ROOT / "README.md").read_text(encoding="utf-8"),
         re.MULTILINE,
     )
