@@ -31,8 +31,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.utils.checkpoint import checkpoint
 
+from megatron_gspo.mcore.chunk_layout import ChunkLayout, chunk_layout
 from megatron_gspo.mcore.device_copies import copy_to_device
-from megatron_gspo.mcore.gated_delta_net.chunk_layout import ChunkLayout, chunk_layout
 from megatron_gspo.mcore.operators import Permutation, pad_rows, rotate, unpad_rows
 from megatron_gspo.mcore.routing_replay.micro_batch_routes import MicroBatchRoutes
 from megatron_gspo.mcore.sinks import (

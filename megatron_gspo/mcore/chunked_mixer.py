@@ -31,7 +31,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from megatron_gspo.mcore.attention import PackedSequences
-from megatron_gspo.mcore.gated_delta_net.chunk_layout import ChunkLayout
+from megatron_gspo.mcore.chunk_layout import ChunkLayout
 from megatron_gspo.mcore.norms import device_of
 from megatron_gspo.mcore.protocols import ShardOffsets
 

@@ -106,7 +106,7 @@ MODELS = (
     ),
     SeededBug(
         name="delta net: the convolution reads beyond the beginning of a sequence",
-        file="megatron_gspo/mcore/gated_delta_net/chunk_layout.py",
+        file="megatron_gspo/mcore/chunk_layout.py",
         before=".index_fill_(0, layout.absent, 0.0)",
         after="",
         test="tests/mcore/gated_delta_net/test_layer.py::test_layer_equals_transformers",

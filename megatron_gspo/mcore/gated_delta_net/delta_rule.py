@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron_gspo.mcore.gated_delta_net.chunk_layout import chunk_steps
+from megatron_gspo.mcore.chunk_layout import chunk_steps
 from megatron_gspo.parallel.autograd_context import AutogradContext
 
 

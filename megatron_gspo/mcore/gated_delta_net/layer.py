@@ -15,12 +15,12 @@ from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from megatron_gspo.mcore.chunked_mixer import ChunkedMixer, NamedParameters
-from megatron_gspo.mcore.gated_delta_net.chunk_layout import (
+from megatron_gspo.mcore.chunk_layout import (
     ChunkLayout,
     causal_convolution,
     to_wide_chunks,
 )
+from megatron_gspo.mcore.chunked_mixer import ChunkedMixer, NamedParameters
 from megatron_gspo.mcore.gated_delta_net.delta_rule import chunked_delta_rule
 from megatron_gspo.mcore.operators import pad_rows, rms_norm, unpad_rows
 from megatron_gspo.models.model_shape import DeltaNetSizes

@@ -17,12 +17,12 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from megatron_gspo.mcore.chunked_mixer import ChunkedMixer, NamedParameters
-from megatron_gspo.mcore.gated_delta_net.chunk_layout import (
+from megatron_gspo.mcore.chunk_layout import (
     ChunkLayout,
     causal_convolution,
     to_wide_chunks,
 )
+from megatron_gspo.mcore.chunked_mixer import ChunkedMixer, NamedParameters
 from megatron_gspo.mcore.mamba2.scan import chunked_scan
 from megatron_gspo.mcore.operators import pad_rows, unpad_rows
 from megatron_gspo.models.model_shape import Mamba2Sizes

@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import NemotronHConfig
 from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHMamba2Mixer
 
-from megatron_gspo.mcore.gated_delta_net.chunk_layout import chunk_layout
+from megatron_gspo.mcore.chunk_layout import chunk_layout
 from megatron_gspo.mcore.mamba2.layer import grouped_norm, mamba2
 from megatron_gspo.models.model_shape import Mamba2Sizes
 from tests.support.transformers_reference import DoublePrecision

@@ -1,5 +1,5 @@
-"""Where the tokens of packed sequences are in the chunks of the delta rule and of its
-convolution.
+"""Where the tokens of packed sequences are in the chunks of a recurrence and of the convolution
+before it.
 """
 
 from __future__ import annotations
