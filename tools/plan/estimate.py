@@ -248,10 +248,12 @@ class Estimator:
     @property
     def _labels(self) -> tuple[int, int]:
         """Ids of a response token whose log-probs a pass without a gradient computes, and a pass of
-        an update: the token, those that could be drawn, and the rollout engine's most likely ones.
+        an update: the token, those that could be drawn, and the most likely ones of the rollout
+        engine and of a teacher.
         """
         scored = 1 + self.config.rollout.max_support
-        return scored, scored + self.config.algorithm.score_centering
+        most_likely = self.config.algorithm.score_centering + self.config.distillation.num_ids
+        return scored, scored + most_likely
 
     @property
     def _response_share(self) -> float:

@@ -77,7 +77,7 @@ def synthetic_batch(
     imbalance: float = 1.0,
 ) -> TrainingBatch:
     """Samples of the longest prompts and responses of the config, all equal, with the ids that the
-    rollout engine would return; with routes of these sizes where the trainer takes those of the
+    rollout engine and a teacher would return; with routes of these sizes where the trainer takes those of the
     rollout. They share their arrays.
 
     replica: [N] rank in dp, of the replica that trains each sample.
@@ -119,6 +119,11 @@ def synthetic_batch(
     alone = TrainingBatch.of([sample])
     if config.algorithm.score_centering:
         alone = alone.with_column("centering_advantages", alone.responses["advantages"])
+    if count := config.distillation.num_ids:
+        ids = np.tile(np.arange(count, dtype=np.int32), (response, 1))
+        alone = alone.with_column("teacher_top_ids", ids)
+        log_probs = np.full((response, count), -8.0, dtype=np.float32)
+        alone = alone.with_column("teacher_top_log_probs", log_probs)
     numbers = np.arange(len(replica))
     table = np.repeat(alone.table, len(replica))
     table["prompt_index"] = numbers // config.rollout.n_samples_per_prompt

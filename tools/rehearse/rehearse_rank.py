@@ -208,6 +208,7 @@ def _train(
             temperature=config.rollout.temperature,
             routing=routing.update_options(0),
             plan=whole,
+            distillation=config.distillation,
             score_centering=config.algorithm.centering,
         )
     return tuple(int(batch.tokens.shape[0]) for batch in result.batches.batches)
@@ -298,6 +299,12 @@ def _notes(run: _Run, plan: MiniBatchPlan) -> tuple[str, ...]:
     notes.append(f"routing: imbalance {run.recorder.imbalance:g}")
     if run.sent_weights:
         notes.append(f"sends {show_bytes(run.sent_weights)} of the weights")
+    distillation = run.config.distillation
+    if distillation.is_on:
+        left_out = "the teachers' own passes"
+        if distillation.takes_all_ids:
+            left_out += " and the divergence over all ids"
+        notes.append(f"not rehearsed: {left_out}")
     log = run.recorder.collectives
     notes.append(
         f"{log.groups_of_world:,} process groups are made at the start; the rank is in"

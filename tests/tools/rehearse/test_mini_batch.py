@@ -68,3 +68,16 @@ def test_ids_of_the_rollout_engine_are_made_up_where_the_loss_reads_them() -> No
     assert set(batch.responses["support_lengths"].tolist()) == {5}
     ids = batch.supports["ids"].reshape(8192, 5)
     assert np.array_equal(ids[:, 0], batch.response_tokens)
+
+
+def test_a_teachers_ids_are_made_up_where_the_loss_reads_them() -> None:
+    dp = SimpleNamespace(rank=lambda: 0)
+    given = config(
+        "qwen3_30b_a3b_4x8_gspo",
+        "algorithm.name=gspo_token",
+        "distillation.teacher=examples/qwen3_moe/models/Qwen3-30B-A3B",
+        "distillation.top_k=3",
+    )
+    batch = synthetic_batch(given, np.zeros(2), dp, 151_936, None).select([1])
+    assert batch.responses["teacher_top_ids"].shape == (8192, 3)
+    assert batch.responses["teacher_top_log_probs"].shape == (8192, 3)
