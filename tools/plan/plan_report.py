@@ -86,7 +86,7 @@ def rehearsed_table(layouts: Sequence[RehearsedLayout], room: float) -> str:
         if figures is None:
             problems.append(f"- {name}: {layout.failure}")
             continue
-        if figures.peak > room:
+        if not layout.fits(room):
             problems.append(f"- {name} does not fit: {figures.peak / GIB:.1f} GiB")
         states = [figures.states.get(kind, 0) for kind in ("weights", "gradients", "optimizer")]
         sizes = [f"{size / GIB:.1f}" for size in (*states, figures.activations, figures.peak)]

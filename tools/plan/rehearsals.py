@@ -38,6 +38,10 @@ class RehearsedLayout:
         """Seconds of a step; those that failed are last."""
         return self.figures.seconds if self.figures else math.inf
 
+    def fits(self, room: float) -> bool:
+        """Whether the fullest rank stays within ``room`` bytes."""
+        return self.figures is not None and self.figures.peak <= room
+
 
 def layout_overrides(choice: Choice) -> list[str]:
     """The config keys of a choice as ``key=value``."""
