@@ -309,6 +309,18 @@ GUARDS = (
         all_versions=True,
     ),
     KnownIssue(
+        "`rollout/sglang/response_parser.py`: `parse_input_scores`",
+        "sglang 0.5.15.post1 - 0.5.23",
+        "the last id of the vocabulary is reported as 0 among the scores of given tokens; its"
+        " log-prob is right",
+        "[`_process_input_token_logprobs`]"
+        "(sglang-0.5.23:srt/managers/scheduler_components/logprob_result_processor.py#L54) compares"
+        " with `vocab_size - 1`",
+        "`tests/rollout/sglang/test_response_parser.py::test_log_probs_of_the_input`",
+        "the last id comes back as itself",
+        lambda s: bool(s.sglang),
+    ),
+    KnownIssue(
         "`servers/server_launch.py`: `server_environment`",
         "all",
         "a server that inherits `TORCHELASTIC_USE_AGENT_STORE` from torchrun's worker waits without"

@@ -61,12 +61,13 @@ def adam_kernel(
     mean = tl.load(mean_at, mask=inside, other=0.0)
     mean += gradient_share * (grad - mean)
     square = tl.load(square_at, mask=inside, other=0.0) * beta2 + square_share * grad * grad
+    # Stored at once, the moments' addresses need no registers below.
+    tl.store(mean_at, mean, mask=inside)
+    tl.store(square_at, square, mask=inside)
     scale = tl.div_rn(tl.sqrt_rn(square), correction) + eps
     main = tl.load(main_at, mask=inside, other=0.0) * kept
     main -= tl.div_rn(step_size * mean, scale)
     tl.store(main_at, main, mask=inside)
-    tl.store(mean_at, mean, mask=inside)
-    tl.store(square_at, square, mask=inside)
     if WITH_WEIGHTS:
         weight_at = _elements(entry + 6 * count, columns, tl.bfloat16, ALIGNMENT)
         tl.store(weight_at, main.to(tl.bfloat16), mask=inside)

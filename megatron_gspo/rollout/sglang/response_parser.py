@@ -186,7 +186,10 @@ def parse_input_scores(
     if len(log_probs) != len(entries) - 1:
         raise ResponseError(f"{context.name}: a log-prob of input_token_logprobs is missing")
     checked = checked_log_probs(log_probs, context)
-    if [entry.token for entry in entries[1:]] != list(tokens[1:]):
+    # SGLang reports the last id of the vocabulary as 0, with its own log-prob.
+    last = context.model.vocab_size - 1
+    reported = [0 if token == last else token for token in tokens[1:]]
+    if [entry.token for entry in entries[1:]] not in (list(tokens[1:]), reported):
         raise ResponseError(
             f"{context.name}: input_token_logprobs is of other tokens than were sent"
         )

@@ -291,6 +291,11 @@ def test_log_probs_of_the_input():
 
     log_probs = parse(rows)
     assert log_probs.dtype == np.float32 and log_probs.tolist() == [-0.5, -2.0]
+    # SGLang reports the last id of the vocabulary as 0.
+    last = asked().model.vocab_size - 1
+    for reported in (0, last):
+        of_last = parse([rows[0], [-0.5, reported, None], rows[2]], (4, last, 6))
+        assert of_last.tolist() == [-0.5, -2.0]
     for wrong, words in (
         (rows[:2], "has 2 entries for 3 tokens"),
         (None, "Expected `array`, got `null`"),
