@@ -22,9 +22,10 @@ from tests.support.gathered import all_routes, everywhere
 from tests.support.routing_cases import policy_of, shape_of
 from tests.support.server_agreement import (
     TOLERANCE,
+    TRUNCATIONS,
     assert_agrees,
-    assert_supports_agree,
     bare,
+    check_supports,
 )
 from tests.support.server_clients import (
     VOCABULARY,
@@ -131,20 +132,11 @@ def test_scores_of_given_tokens(engine: ServerEngine, sglang_model: str) -> None
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "cut",
-    [{"temperature": 0.4, "top_p": 0.7}, {"temperature": 0.8, "min_p": 0.3}],
-    ids=["top_p", "min_p"],
-)
+@pytest.mark.parametrize("sampling", TRUNCATIONS.values(), ids=TRUNCATIONS)
 def test_the_ids_that_could_be_drawn(
-    engine: ServerEngine, sglang_model: str, cut: dict[str, float]
+    engine: ServerEngine, sglang_model: str, sampling: SamplingParams
 ) -> None:
-    prompts = prompts_of([5, 70], VOCABULARY, seed=3)
-    sampling = SamplingParams(2, 12, top_k=8, max_support=8, **cut)
-    model = load_reference(sglang_model)
-    generated = without_ties(model, engine.generate(prompts, sampling, seed=2))
-    check_samples(generated, prompts, sampling)
-    assert_supports_agree(generated, model, sampling)
+    check_supports(engine, sglang_model, sampling)
 
 
 def test_as_a_teacher_it_agrees_with_the_trainer(

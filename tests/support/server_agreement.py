@@ -12,7 +12,12 @@ import torch
 
 from megatron_gspo.config import SamplingParams
 from megatron_gspo.data.sample import Sample
+from megatron_gspo.rollout.sample_checks import check_samples
+from tests.support.server_clients import VOCABULARY, prompts_of
+from tests.support.server_engine import ServerEngine
+from tests.support.ties import without_ties
 from tests.support.transformers_reference import (
+    load_reference,
     observe_routers,
     response_distributions,
     response_log_probs,
@@ -45,6 +50,21 @@ def assert_agrees(
     if any(sample.routed_experts is not None for sample in samples):
         for sample, routes in zip(samples, observe_routers(reference, plain).routes, strict=True):
             np.testing.assert_array_equal(np.sort(sample.routed_experts, -1), np.sort(routes, -1))
+
+
+TRUNCATIONS = {
+    "top_p": SamplingParams(2, 12, temperature=0.4, top_p=0.7, top_k=8, max_support=8),
+    "min_p": SamplingParams(2, 12, temperature=0.8, min_p=0.3, top_k=8, max_support=8),
+}
+
+
+def check_supports(engine: ServerEngine, path: str, sampling: SamplingParams) -> None:
+    """A server of the model at ``path`` returns the ids that could be drawn."""
+    prompts = prompts_of([5, 70], VOCABULARY, seed=3)
+    reference = load_reference(path)
+    generated = without_ties(reference, engine.generate(prompts, sampling, seed=2))
+    check_samples(generated, prompts, sampling)
+    assert_supports_agree(generated, reference, sampling)
 
 
 def assert_supports_agree(
