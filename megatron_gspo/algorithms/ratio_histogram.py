@@ -80,23 +80,23 @@ def quantiles_of(
             ranks: three calls for all histograms, with 9 KB for each, first of the coarse bins and
             then of the bins in those that quantiles lie in.
     """
-    by_coarse = [one.counts.view(_NUM_COARSE, _FINE_IN_COARSE) for one in histograms]
+    by_coarse = [histogram.counts.view(_NUM_COARSE, _FINE_IN_COARSE) for histogram in histograms]
     counts = sum_ranks(torch.stack([bins.sum(1) for bins in by_coarse]))
-    extremes = max_ranks(torch.stack([one.extremes for one in histograms]))
+    extremes = max_ranks(torch.stack([histogram.extremes for histogram in histograms]))
     up_to = counts.cumsum(1)
     totals = up_to[:, -1].tolist()
     # [histograms, 6]: the neighbours of each inner quantile among the sorted log-ratios.
     wanted = torch.tensor([_neighbours(total) for total in totals])
     # Where there are none, any bin will do.
     coarse = torch.searchsorted(up_to, wanted, right=True).clamp_(max=_NUM_COARSE - 1)
-    fine_counts = [bins[of_one] for bins, of_one in zip(by_coarse, coarse, strict=True)]
+    fine_counts = [bins[chosen] for bins, chosen in zip(by_coarse, coarse, strict=True)]
     fine = sum_ranks(torch.stack(fine_counts)).cumsum(2)
     before = (up_to - counts).gather(1, coarse)
     within = torch.searchsorted(fine, (wanted - before)[:, :, None], right=True).squeeze(2)
     centres = _centres(coarse * _FINE_IN_COARSE + within)
     return [
-        _interpolated(total, of_one, smallest=-minus_smallest, largest=largest)
-        for total, of_one, (minus_smallest, largest) in zip(
+        _interpolated(total, neighbours, smallest=-minus_smallest, largest=largest)
+        for total, neighbours, (minus_smallest, largest) in zip(
             totals, centres, extremes.tolist(), strict=True
         )
     ]

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+from torch import Tensor
 
 from megatron_gspo.config import Config, RoutingConfig
 from megatron_gspo.data.columns import Columns
@@ -29,7 +30,11 @@ from megatron_gspo.mcore.routing_replay.gather_results import (
     routing_stats,
 )
 from megatron_gspo.mcore.routing_replay.micro_batch_routes import MicroBatchRoutes, ReplayOptions
-from megatron_gspo.mcore.routing_replay.selections import SampledSelections, changed_share
+from megatron_gspo.mcore.routing_replay.selections import (
+    SampledSelections,
+    changed_counts,
+    changed_shares,
+)
 from megatron_gspo.parallel.rank_zero import first_failure
 from megatron_gspo.routing_replay.perturbation import Perturbation, PerturbedPass
 from megatron_gspo.routing_replay.routes import RouteError, RouteShape, check_routes
@@ -76,6 +81,7 @@ class RoutingReplay:
 
     _of_old_policy: list[RoutingCounts] = field(default_factory=list)
     _of_updates: list[RoutingCounts] = field(default_factory=list)
+    _changed_selections: list[Tensor] = field(default_factory=list)
 
     old_selections: list[SampledSelections] = field(default_factory=list)
     """Of the old policy's pass."""
@@ -222,10 +228,9 @@ class RoutingReplay:
             with timers("routing"):
                 self._of_updates.append(routing_counts(done))
                 if done[0].options.selected_positions:
-                    changed = changed_share(
-                        self.old_selections, selections_of(done), done[0].groups.tp
+                    self._changed_selections.append(
+                        changed_counts(self.old_selections, selections_of(done), done[0].groups.tp)
                     )
-                    self.measured.selections_changed.append(changed)
                 self.measured.flips = (
                     flips_of_replica(done, batch) if flips and done[0].options.compare else None
                 )
@@ -238,6 +243,8 @@ class RoutingReplay:
             return
         with timers("routing"):
             stats = routing_stats(passes)
+            if self._changed_selections:
+                self.measured.selections_changed = changed_shares(self._changed_selections)
         if self._of_old_policy:
             self.measured.old = stats.pop(0)
         self.measured.updates = stats

@@ -1,4 +1,4 @@
-"""Copies from the host to the device that the host doesn't wait for."""
+"""Copies between the host and the device that the host doesn't wait for."""
 
 from __future__ import annotations
 
@@ -38,3 +38,13 @@ def copy_to_device(tensors: Mapping[str, Tensor], device: torch.device | str) ->
         view_of(staging, name).copy_(value)  # converts on the way
     moved = staging.to(device, non_blocking=True)
     return {name: view_of(moved, name) for name in tensors}
+
+
+def copy_to_host(tensor: Tensor) -> Tensor:
+    """A copy in pinned memory, or the tensor itself if it is on the host. Synchronise before the
+    host reads it; operations of the same stream may read it at once.
+    """
+    if tensor.device.type == "cpu":
+        return tensor
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return host.copy_(tensor, non_blocking=True)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from megatron_gspo.mcore.device_copies import copy_to_host
 from megatron_gspo.mcore.process_groups import compute_device
 from megatron_gspo.parallel.collectives import gather_rows, group_rank
 from megatron_gspo.parallel.log_probs import TeacherHead
@@ -37,12 +38,13 @@ class TeacherStates:
     def head(self, micro_batch: int) -> TeacherHead:
         """Of a micro-batch, on the device."""
         assert self.weight is not None, "this stage has the loss"
-        return TeacherHead(self.hidden[micro_batch].to(compute_device()), self.weight)
+        hidden = self.hidden[micro_batch].to(compute_device(), non_blocking=True)
+        return TeacherHead(hidden, self.weight)
 
 
 def kept_rows(hidden: Tensor) -> Tensor:
     """Rows [c, h] in host memory. What is not finite is 0: these responses are masked."""
-    return hidden.nan_to_num(0.0, 0.0, 0.0).cpu()
+    return copy_to_host(hidden.nan_to_num(0.0, 0.0, 0.0))
 
 
 def rows_of_policy(weight: Tensor, count: int, tp_group: ProcessGroup) -> Tensor:

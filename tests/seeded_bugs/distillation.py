@@ -74,8 +74,8 @@ DISTILLATION = (
     SeededBug(
         name="the teacher's hidden states of the token before",
         file="megatron_gspo/mcore/teacher_states.py",
-        before="self.hidden[micro_batch].to(compute_device())",
-        after="self.hidden[micro_batch].roll(1, 0).to(compute_device())",
+        before="self.hidden[micro_batch].to(compute_device(), non_blocking=True)",
+        after="self.hidden[micro_batch].roll(1, 0).to(compute_device(), non_blocking=True)",
         test="tests/mcore/test_teacher_scores.py::test_scores_are_those_of_transformers[1]",
     ),
     SeededBug(

@@ -77,8 +77,8 @@ def synthetic_batch(
     imbalance: float = 1.0,
 ) -> TrainingBatch:
     """Samples of the longest prompts and responses of the config, all equal, with the ids that the
-    rollout engine and a teacher would return; with routes of these sizes where the trainer takes those of the
-    rollout. They share their arrays.
+    rollout engine and a teacher would return; with routes of these sizes where the trainer takes
+    those of the rollout. They share their arrays.
 
     replica: [N] rank in dp, of the replica that trains each sample.
     """

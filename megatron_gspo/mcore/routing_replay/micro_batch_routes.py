@@ -21,7 +21,7 @@ from torch import Tensor
 
 from megatron_gspo.data.packing import PackedBatch, PackLayout
 from megatron_gspo.errors import RunError
-from megatron_gspo.mcore.device_copies import copy_to_device
+from megatron_gspo.mcore.device_copies import copy_to_device, copy_to_host
 from megatron_gspo.mcore.process_groups import ProcessGroups, compute_device
 from megatron_gspo.mcore.routing_replay.selections import (
     SampledSelections,
@@ -274,7 +274,7 @@ class MicroBatchRoutes:
         ids = ids.to(self.options.shape.torch_dtype)
         self._unmeasured_layers -= 1
         if self.options.record:
-            self.chosen[layer] = _to_host(ids) if self.options.storage == "host" else ids
+            self.chosen[layer] = copy_to_host(ids) if self.options.storage == "host" else ids
         if self.compare or self.options.entropy:
             self._unmeasured.append(_LiveChoice(layer, ids, scores.detach(), shares))
         size = sum(choice.scores.numel() for choice in self._unmeasured)
@@ -351,10 +351,3 @@ def _has_known_route(batch: PackedBatch) -> bool:
     return bool(
         (trained if batch.missing_routes is None else trained & ~batch.missing_routes).any()
     )
-
-
-def _to_host(ids: Tensor) -> Tensor:
-    """An asynchronous copy in pinned memory; synchronise before reading it."""
-    if ids.device.type == "cpu":
-        return ids
-    return torch.empty(ids.shape, dtype=ids.dtype, pin_memory=True).copy_(ids, non_blocking=True)

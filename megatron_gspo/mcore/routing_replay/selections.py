@@ -62,12 +62,12 @@ class SampledSelections:
             self.by_layer[layer] = chosen.sort(dim=-1).values
 
 
-def changed_share(
+def changed_counts(
     before: Sequence[SampledSelections], now: Sequence[SampledSelections], tp: dist.ProcessGroup
-) -> float | None:
-    """The share of selected positions that differ between two passes, mean over the layers and the
-    sampled queries of the micro-batches that both have; None where no rank has one. A collective of
-    the world. tp: the tensor-parallel group, whose ranks have the same selections.
+) -> Tensor:
+    """[2] float64: the sum of the shares of selected positions that differ between two passes, over
+    the layers and the sampled queries of the micro-batches that both have, and how many these are.
+    tp: the tensor-parallel group, whose ranks have the same selections, so that one counts them.
     """
     totals = torch.zeros(2, dtype=torch.float64, device=compute_device())
     earlier_of = {tuple(sampled.queries): sampled for sampled in before if sampled.queries}
@@ -78,9 +78,15 @@ def changed_share(
         for layer, selected in later.by_layer.items():
             totals[0] += (1 - shared_share(earlier.by_layer[layer], selected)).sum()
             totals[1] += len(selected)
+    return totals
+
+
+def changed_shares(counts: Sequence[Tensor]) -> list[float | None]:
+    """The mean share that differs, of each of `changed_counts` over all ranks; None where no rank
+    has a query. A collective of the world, one for all."""
+    totals = torch.stack(list(counts))
     dist.all_reduce(totals)
-    changed, count = totals.tolist()
-    return changed / count if count else None
+    return [changed / count if count else None for changed, count in totals.tolist()]
 
 
 def shared_share(one: Tensor, other: Tensor) -> Tensor:

@@ -11,14 +11,16 @@ import torch
 from torch import Tensor
 
 from megatron_gspo.data.packing import pack
+from megatron_gspo.loop.routing import selections_of
 from megatron_gspo.mcore.forward_step import unwrap
 from megatron_gspo.mcore.indexer import Indexer
 from megatron_gspo.mcore.policy import Policy
-from megatron_gspo.mcore.routing_replay.micro_batch_routes import MicroBatchRoutes, ReplayOptions
+from megatron_gspo.mcore.routing_replay.micro_batch_routes import ReplayOptions
 from megatron_gspo.mcore.routing_replay.selections import (
     QUERIES,
     SampledSelections,
-    changed_share,
+    changed_counts,
+    changed_shares,
     names_of,
     sampled_queries,
     shared_share,
@@ -29,10 +31,6 @@ from tests.support.routing_cases import policy_of, run_pass, scored_samples, sha
 from tests.support.tiny_models import save_tiny_model
 
 TOPK = 6  # of the tiny models
-
-
-def selections_of(done: list[MicroBatchRoutes]) -> list[SampledSelections]:
-    return [routes.selections for routes in done if routes.selections is not None]
 
 
 def test_shares_by_hand() -> None:
@@ -88,8 +86,10 @@ def measure(rank: int, world_size: int, path: str) -> tuple[float | None, float 
             unwrap(chunk).decoder.layers[0].mlp.linear_fc2.weight.mul_(3.0)
     with whole_selections(policy) as new:
         _, _, after = run_pass(policy, samples, options)
-    unchanged = changed_share(selections_of(before), selections_of(again), tp)
-    changed = changed_share(selections_of(before), selections_of(after), tp)
+    old_selections = selections_of(before)
+    unchanged, changed = changed_shares(
+        [changed_counts(old_selections, selections_of(done), tp) for done in (again, after)]
+    )
     shares = []
     calls = iter(zip(old, new, strict=True))
     for sampled in selections_of(before):
@@ -121,4 +121,6 @@ def test_other_micro_batches_are_not_compared() -> None:
 def compare(
     rank: int, world_size: int, before: SampledSelections, now: SampledSelections
 ) -> float | None:
-    return changed_share([before], [now], torch.distributed.group.WORLD)
+    counts = changed_counts([before], [now], torch.distributed.group.WORLD)
+    [share] = changed_shares([counts])
+    return share
