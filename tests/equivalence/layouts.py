@@ -133,7 +133,10 @@ FAMILIES = {
     "glm": MOE[::-3],
     "gpt_oss": MOE[-2::-3],
     "next": MOE[-3::-3],
+    "nemotron": MOE[::3],
     "minimax": MOE[1::3],
+    "deepseek_v32": MOE[1::3],
+    "glm_dsa": MOE[2::3],
     "windows": DENSE[::-3] + DENSE[-2::-3],
     "moe_windows": MOE[2::3],
 }

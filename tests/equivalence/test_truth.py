@@ -29,7 +29,7 @@ MARGIN = 2e-5
 SPARSE = ("deepseek_v32", "glm_dsa")
 SLOW = [
     pytest.param(name, marks=pytest.mark.slow)
-    for name in ("shared", "nemotron", *SPARSE, *FAMILIES, *LANGUAGE_MODELS)
+    for name in ("shared", *FAMILIES, *LANGUAGE_MODELS)
 ]
 
 
