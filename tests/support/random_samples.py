@@ -19,9 +19,11 @@ def assert_same(a: Sample, b: Sample) -> None:
         x = getattr(a, field.name)
         y = getattr(b, field.name)
         if isinstance(x, np.ndarray):
+            assert isinstance(y, np.ndarray), field.name
             assert x.dtype == y.dtype, field.name
             np.testing.assert_array_equal(x, y, err_msg=field.name)
         else:
+            assert not isinstance(y, np.ndarray), field.name
             assert x == y or (isinstance(x, float) and math.isnan(x) and math.isnan(y)), field.name
 
 
