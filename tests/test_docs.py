@@ -17,16 +17,10 @@ CITING = [*PAGES, *(ROOT / name for name in OTHER_PAGES)]
 # What a page cites of other projects, and names that it invents for an example.
 OF_OTHERS = {
     "CONTRIBUTING.md": {"a/b.py", "tests/a/test_b.py"},
-    "docs/agent_packages.md": {
-        "AgentGenerationError",
-        "MaxTurnsExceeded",
-        "ModelBehaviorError",
-        "OpenAIChatCompletionsModel",
-    },
     "docs/algorithms.md": {"V_it", "g_i", "m_it", "rollout_it"},
     "docs/conversion.md": {"--dist-ckpt-strictness"},
     "docs/distillation.md": {"--max-logprobs"},
-    "docs/data.md": {"reasoning_effort", "thinking_budget", "train.csv"},
+    "docs/data.md": {"train.csv"},
     "docs/first_run.md": {"reward.py"},
     "docs/launch.md": {"GraceTime"},
     "docs/other_trainers.md": {
