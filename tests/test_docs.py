@@ -11,6 +11,7 @@ import pytest
 from tests.structure.citations import Project, missing
 
 ROOT = Path(__file__).parents[1]
+PROJECT = Project(ROOT)  # for all pages, since it reads every source file
 PAGES = sorted((*(ROOT / "docs").glob("*.md"), *(ROOT / "docs" / "families").glob("*.md")))
 OTHER_PAGES = ("README.md", "CONTRIBUTING.md", "benchmarks/README.md", "patches/README.md")
 CITING = [*PAGES, *(ROOT / name for name in OTHER_PAGES)]
@@ -192,6 +193,4 @@ def page_name(page: Path) -> str:
 @pytest.mark.parametrize("page", CITING, ids=page_name)
 def test_what_a_page_cites_exists(page: Path) -> None:
     allowed = OF_OTHERS.get(page_name(page), set())
-    assert [
-        fault for fault in missing(Project(ROOT), page) if fault.split()[-1] not in allowed
-    ] == []
+    assert [fault for fault in missing(PROJECT, page) if fault.split()[-1] not in allowed] == []
