@@ -1,5 +1,5 @@
 """What keeps the prefix: ten forms in which a policy writes a reply, which no client sends back as
-it was written, and three messages that may follow (docs/agents.md has a summary)."""
+it was written, and three messages that may follow."""
 
 from __future__ import annotations
 
