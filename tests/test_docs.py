@@ -83,8 +83,7 @@ OF_OTHERS = {
         "save_steps",
         "shuffle_dataset",
     },
-    "docs/peers.md": {"ppo_utils.py", "vanilla_tis_function"},
-    "docs/resume.md": {"rollout.bin"},
+    "docs/peers.md": {"ppo_utils.py"},
     "patches/README.md": {
         "distributed/param_and_grad_buffer.py",
         "kernels/ops/kvcache/cache_move.py",
