@@ -12,7 +12,7 @@ from tests.structure.citations import Project, missing
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted((*(ROOT / "docs").glob("*.md"), *(ROOT / "docs" / "families").glob("*.md")))
-OTHER_PAGES = ("README.md", "CONTRIBUTING.md", "benchmarks/README.md", "patches/README.md")
+OTHER_PAGES = ("README.md", "CONTRIBUTING.md", "patches/README.md")
 CITING = [*PAGES, *(ROOT / name for name in OTHER_PAGES)]
 # What a page cites of other projects, and names that it invents for an example.
 OF_OTHERS = {
