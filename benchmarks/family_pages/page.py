@@ -31,7 +31,7 @@ def page_of(
         f"## Smallest start\n\n{smallest_start(facts, configs)}",
         f"## Layouts\n\n{layouts(configs, rehearsals)}",
         f"## Engines and limits\n\n{filled(facts.engines)}",
-        f"## What is proven\n\n{proven(facts)}",
+        f"## Proof\n\n{proven(facts)}",
     ]
     return "\n\n".join(sections) + "\n"
 

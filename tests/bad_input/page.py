@@ -63,22 +63,17 @@ FIXES = {
     "missing weight": "weights of another model, or an incomplete download",
     "no end token": "set `eos_token_id` in the model's `generation_config.json`",
     "tokenizer of another model": "tokenizer and `config.json` are of different models",
-    "compressed file": "unpack it; `.gz`, `.bz2`, `.xz` and `.zst` are read for JSON and CSV",
     "positive log-prob": "probabilities or logits instead of log-probs",
     "token outside the vocabulary": "another tokenizer, or padding that was not removed",
     "server of another model": (
         "the server has another model, or ignores a key, as "
         "[SGLang tied embeddings](sglang.md#agreement-of-the-engines)"
     ),
-    "engine that refuses": "a server is gone or refuses a request",
     "weights that diverged": "resume from an earlier checkpoint: move the newest away",
     "routes with a row too few": "the text was tokenised again, or the prompt's routes are missing",
     "routes of no sample": "let the engine return routes; SGLang: `--enable-return-routed-experts`",
     "verifier that raises": ("no response was scored: call the verifier on a line of `samples/`"),
     "checkpoint on a full disk": "free space, or lower `checkpoint.keep`",
-    "rank killed": (
-        "a rank died, or hangs for `parallel.distributed_timeout_minutes`: read its log"
-    ),
 }
 
 
