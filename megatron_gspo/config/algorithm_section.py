@@ -28,7 +28,7 @@ class AlgorithmConfig(Objective):
     )
 
     name: str = "gspo"
-    """Preset of this section (docs/algorithms.md), or a name of your own."""
+    """Preset that fills this section (docs/algorithms.md), or a name of your own."""
     surrogate: UserPath = "clip"
     advantage_estimator: UserPath = "group"
     kl_reward_coef: Annotated[float, Ge(0)] = 0.0
@@ -40,7 +40,7 @@ class AlgorithmConfig(Objective):
     ] = "none"
     """Published setting of `rollout_is*` and `rollout_rs*` (docs/algorithms.md)."""
     rollout_is: Literal["none", "token", "geometric"] = "none"
-    """Weights of old policy over rollout engine, per token or sequence."""
+    """Importance weights of old policy over rollout engine, per token or sequence."""
     rollout_is_threshold: Annotated[float, Ge(1)] = 2.0
     """Maximum of these weights."""
     rollout_is_threshold_lower: Annotated[float, Ge(0), Le(1)] = 0.0

@@ -74,7 +74,7 @@ class Objective:
     """c > 1: the objective is at least c * A where A < 0."""
 
     off_policy_mask_threshold: float | None = None
-    """Off-policy mask of responses with A < 0 (docs/algorithms.md), in nats."""
+    """Threshold of the off-policy mask (docs/algorithms.md), in nats."""
 
     log_ratio_coef: float = 0.0
     """Weight of squared token log-ratios in the loss."""
@@ -113,7 +113,7 @@ class Objective:
     """Baseline of a reward: its group's mean, or that of the others."""
 
     allow_nonstandard: bool = False
-    """Allow another algorithm than that of `name` (docs/algorithms.md)."""
+    """Allow another algorithm than that of `name`, or the clip range of another level."""
 
     def __post_init__(self) -> None:
         check_objective(self)
