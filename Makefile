@@ -87,7 +87,7 @@ proof: install
 seeded-bugs: install
 	$(RUN) -m tests.seeded_bugs.run $(ARGS)
 
-# The benchmarks with their peers, a quarter of an hour on two quiet cores: benchmarks/README.md.
+# The benchmarks with their peers, a quarter of an hour on two quiet cores: docs/benchmarks.md.
 bench: install
 	$(RUN) benchmarks/run_all.py $(ARGS)
 

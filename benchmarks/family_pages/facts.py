@@ -37,8 +37,8 @@ class Variant:
 
 @dataclass(frozen=True)
 class FamilyFacts:
-    """A page. about: a sentence; download, engines, proven: text of these sections; models: of
-    ``tests.equivalence.layouts.MEASURED``.
+    """A page. about: a sentence; download: text below the commands; engines, proven: text of these
+    sections; models: of ``tests.equivalence.layouts.MEASURED``.
     """
 
     page: str

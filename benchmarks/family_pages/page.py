@@ -28,11 +28,10 @@ def page_of(
     sections = [
         f"# {facts.title}\n\n{_WRITTEN}\n\n{filled(facts.about)}",
         f"## Variants\n\n{variants_table(facts)}",
-        f"## Download\n\n{download(facts, configs)}",
-        f"## Smallest start\n\n{smallest_start(configs)}",
+        f"## Smallest start\n\n{smallest_start(facts, configs)}",
         f"## Layouts\n\n{layouts(configs, rehearsals)}",
         f"## Engines and limits\n\n{filled(facts.engines)}",
-        f"## What is proven\n\n{proven(facts)}",
+        f"## Proof\n\n{proven(facts)}",
     ]
     return "\n\n".join(sections) + "\n"
 
@@ -66,18 +65,22 @@ def _billions(number: int) -> str:
     return f"{number / 1e9:.3g}B" if number < 1e12 else f"{number / 1e9:.0f}B"
 
 
-def download(facts: FamilyFacts, configs: Sequence[ReadyConfig]) -> str:
-    """The command for the model of the smallest config, or of the first variant."""
-    first = configs[0].model if configs else facts.variants[0].name
-    variant = next(variant for variant in facts.variants if variant.name == first)
-    command = f"hf download {variant.repository} --local-dir /models/{variant.name}"
-    return f"```bash\n{command}\n```" + (f"\n\n{filled(facts.download)}" if facts.download else "")
+def smallest_start(facts: FamilyFacts, configs: Sequence[ReadyConfig]) -> str:
+    """The download of the model of the config with the fewest GPUs, the config's command, and what
+    to know of the files.
+    """
+    first = configs[0]
+    variant = next(variant for variant in facts.variants if variant.name == first.model)
+    download = f"hf download {variant.repository} --local-dir /models/{variant.name}"
+    commands = "\n".join(map(wrapped, (download, first.command)))
+    return f"```bash\n{commands}\n```" + (f"\n\n{filled(facts.download)}" if facts.download else "")
 
 
-def smallest_start(configs: Sequence[ReadyConfig]) -> str:
-    """The command of the config with the fewest GPUs."""
-    command = configs[0].command.replace("\n", "\n    ")
-    return f"```bash\n{command}\n```"
+def wrapped(command: str) -> str:
+    """A shell command in lines that a browser shows whole."""
+    words = " ".join(command.replace("\\\n", " ").split())
+    lines = textwrap.wrap(words, 90, break_long_words=False, break_on_hyphens=False)
+    return " \\\n    ".join(lines)
 
 
 def layouts(configs: Sequence[ReadyConfig], rehearsals: Mapping[str, Rehearsed]) -> str:
@@ -102,8 +105,6 @@ def layouts(configs: Sequence[ReadyConfig], rehearsals: Mapping[str, Rehearsed])
     notes = ["[What the figures are](../models.md#figures)."]
     if some:
         notes.append(f"Not on every role: {'; '.join(some)}.")
-    if any(ready.name not in rehearsals for ready in configs):
-        notes.append("A row without figures has not been rehearsed.")
     return f"{text}\n\n{filled(' '.join(notes))}"
 
 
@@ -123,8 +124,7 @@ def proven(facts: FamilyFacts) -> str:
         return filled(facts.proven)
     return filled(
         f"[{number} layouts](../testing.md#parallel-layouts) of {_models(models)} agree with"
-        f" Transformers in float64, under megatron-core {' and '.join(PROOFS)}; the worst gradient"
-        f" is off by {worst:.1e}. {facts.proven}"
+        f" Transformers in float64; the worst gradient is off by {worst:.1e}. {facts.proven}"
     )
 
 
@@ -136,27 +136,24 @@ def filled(text: str) -> str:
 
 
 def _models(number: int) -> str:
-    return "one tiny model" if number == 1 else f"{number} tiny models"
+    return "a tiny model" if number == 1 else f"{number} tiny models"
 
 
-def index_table(pages: Sequence[FamilyFacts], configs: Sequence[ReadyConfig]) -> str:
-    """A row for each model name, with its page and its smallest config."""
+def index_table(pages: Sequence[FamilyFacts]) -> str:
+    """A row for each page, with the names of its models."""
     rows = []
     for facts in pages:
-        for variant in facts.variants:
-            names = ", ".join((variant.name, *variant.like, *variant.others))
-            page = f"[{facts.page}](families/{facts.page}.md)"
-            own = [ready for ready in configs if ready.model == variant.name]
-            files = ", ".join(f"`{ready.file.name}`" for ready in own)
-            rows.append([names, page, files])
-    return table(["model", "page", "ready configs"], rows)
+        variants = facts.variants
+        names = [name for variant in variants for name in (variant.name, *variant.like)]
+        others = [name for variant in variants for name in variant.others]
+        link = f"[{facts.page}](families/{facts.page}.md)"
+        rows.append([link, ", ".join([*names, *others])])
+    return table(["page", "models"], rows)
 
 
-def with_index(text: str, pages: Sequence[FamilyFacts], configs: Sequence[ReadyConfig]) -> str:
+def with_index(text: str, pages: Sequence[FamilyFacts]) -> str:
     """The text of docs/models.md with its table."""
-    return _INDEX.sub(
-        f"<!-- index -->\n\n{index_table(pages, configs)}\n\n<!-- /index -->", text, count=1
-    )
+    return _INDEX.sub(f"<!-- index -->\n\n{index_table(pages)}\n\n<!-- /index -->", text, count=1)
 
 
 def all_pages(
@@ -172,5 +169,5 @@ def all_pages(
         own = [ready for ready in configs if ready.model in names]
         texts[docs / "families" / f"{facts.page}.md"] = page_of(facts, own, rehearsals)
     index = docs / "models.md"
-    texts[index] = with_index(index.read_text(encoding="utf-8"), pages, configs)
+    texts[index] = with_index(index.read_text(encoding="utf-8"), pages)
     return texts

@@ -15,42 +15,39 @@ class AgentsConfig:
     """Agents that call the policy through an endpoint beside the trainer (docs/agents.md)."""
 
     command: tuple[str, ...] = ()
-    """Program that is started for each run, and its arguments; {prompt}, {task_file} and other
-    names are filled in."""
+    """Program of a run and its arguments, with {prompt}, {task_file} and others
+    (docs/agents.md)."""
     function: UserPath | None = None
-    """Import path of a Python function that is the agent, in place of `command`."""
+    """Import path of a Python function that is the agent."""
     external: bool = False
     """Whether runners that connect by themselves play the runs (docs/agents.md)."""
     python: UserPath | None = None
-    """Interpreter that runs `function`, with the agent's packages; null is the trainer's."""
+    """Interpreter that runs `function`; null is the trainer's."""
     env: dict[str, str] = field(default_factory=dict)
-    """Further environment variables of the agent (docs/agents.md)."""
+    """Further environment variables of the agent."""
     concurrent_runs: Annotated[int, Ge(1)] = 64
-    """Agents that a rank runs at the same time."""
+    """Agents of a rank at the same time."""
     nice: Annotated[int, Ge(0), Le(19)] = 10
-    """Added to the niceness of the endpoint's process, of the agents that it starts and of their
-    verifier: the training step goes before them."""
+    """Niceness added to the endpoint, its agents and their verifier."""
     run_timeout: Annotated[float, Gt(0)] = 1800.0
-    """Seconds after which an agent is ended with all its processes, and a runner loses its run."""
+    """Seconds until an agent is killed, or a runner loses its run."""
     lease: Annotated[float, Gt(0)] = 60.0
-    """Seconds without a request after which the run of a runner is given to another one."""
+    """Seconds without a request after which a runner loses its run."""
     runner_key_file: UserPath | None = None
-    """File with the key of runners on its first line; null draws one at each start."""
+    """File whose first line is the runners' key; null draws one."""
     max_calls: Annotated[int, Ge(1)] = 100
-    """Calls of a run."""
+    """Maximum calls of a run."""
     max_context: Annotated[int, Ge(2)] | None = None
-    """Tokens of a call's messages and reply; null is `data.max_prompt_length` +
+    """Maximum tokens of a call's messages and reply; null is `data.max_prompt_length` +
     `rollout.max_response_length`."""
     max_run_tokens: Annotated[int, Ge(2)] | None = None
-    """Tokens of all branches of a run; null is what a micro-batch holds."""
+    """Maximum tokens of all branches of a run; null is what a micro-batch holds."""
     thinking: Literal["template", "keep"] = "template"
-    """Whether earlier reasoning leaves the prompt as the chat template says, or stays; also for
-    environments with tools."""
+    """Whether earlier reasoning leaves the prompt as the chat template says, or stays."""
     renderer: str | None = None
-    """Name in the package `renderers`, e.g. glm-4.5; null is the tokenizer's chat template.
-    Also for environments with tools."""
+    """Name in the package `renderers`, e.g. glm-4.5; null is the chat template."""
     listen: str = "127.0.0.1"
-    """Address of the endpoint. Agents on other machines need another one than the loopback."""
+    """Address of the endpoint; agents on other machines need another than the loopback."""
 
     @property
     def is_on(self) -> bool:

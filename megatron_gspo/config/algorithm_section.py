@@ -28,27 +28,25 @@ class AlgorithmConfig(Objective):
     )
 
     name: str = "gspo"
-    """Preset that sets the defaults of this section (docs/algorithms.md), or a name of your own."""
+    """Preset that fills this section (docs/algorithms.md), or a name of your own."""
     surrogate: UserPath = "clip"
     advantage_estimator: UserPath = "group"
     kl_reward_coef: Annotated[float, Ge(0)] = 0.0
-    """Weight of the KL to the reference policy (the initial weights) in the reward."""
+    """Weight of the KL to the reference policy in the reward."""
     old_log_probs: Literal["recompute", "rollout"] = "recompute"
-    """Old log-probs: recomputed by the training engine, or the rollout engine's."""
+    """Recompute old log-probs in the trainer, or take the rollout engine's."""
     rollout_correction_preset: Literal[
         "none", "token_tis", "bounded_token_tis", "icepop", "k3_rejection_token_tis"
     ] = "none"
-    """Published setting of the `rollout_is*` and `rollout_rs*` keys that are not set."""
+    """Published setting of `rollout_is*` and `rollout_rs*` (docs/algorithms.md)."""
     rollout_is: Literal["none", "token", "geometric"] = "none"
-    """Importance weights (old policy / rollout engine) on the advantages, per token or per
-    sequence."""
+    """Importance weights of old policy over rollout engine, per token or sequence."""
     rollout_is_threshold: Annotated[float, Ge(1)] = 2.0
     """Maximum of these weights."""
     rollout_is_threshold_lower: Annotated[float, Ge(0), Le(1)] = 0.0
     """Minimum of these weights."""
     rollout_rs: Literal["none", "token", "geometric", "token_binary_kl", "sequence_k3"] = "none"
-    """Exclude tokens or sequences from the loss where the engines differ too much
-    (docs/algorithms.md)."""
+    """Mask tokens or sequences where the engines differ too much (docs/algorithms.md)."""
     rollout_rs_threshold: Annotated[float, Ge(1)] | None = None
     """Upper threshold; null is 2 with `token`; `geometric` needs one."""
     rollout_rs_threshold_lower: Annotated[float, Gt(0), Le(1)] | None = None
@@ -56,18 +54,17 @@ class AlgorithmConfig(Objective):
     rollout_rs_divergence: Annotated[float, Gt(0)] | None = None
     """Largest divergence of `token_binary_kl` and `sequence_k3`, in nats."""
     rollout_rs_denominator: Literal["kept", "all"] = "kept"
-    """Whether means divide by the kept tokens and sequences, or by all."""
+    """Whether means divide by kept tokens and sequences, or by all."""
     score_centering: Annotated[int, Ge(0)] = 0
-    """Ids per token, the rollout engine's most likely, whose log-probs remove the drift of a rollout
-    engine that is not the policy (docs/algorithms.md); 0 is off, 32 is usual."""
+    """Ids per token of score centering (docs/algorithms.md); 0 is off."""
     turn_discount: Annotated[float, Ge(0), Le(1)] | None = None
-    """Discount of later turns' rewards, with an advantage per turn; null is one per episode."""
+    """Discount of later turns' rewards; null is one advantage per episode."""
     dynamic_sampling: bool = False
     """Replace groups with equal rewards by new ones."""
     max_num_gen_batches: Annotated[int, Ge(1)] = 4
-    """Maximum generations per step with `dynamic_sampling`; groups that remain are kept."""
+    """Maximum generations per step with `dynamic_sampling`."""
     truncated: Literal["keep", "mask", "penalize"] = "keep"
-    """Responses at the length limit: keep, exclude from the loss, or penalise as DAPO does."""
+    """Responses at the length limit: keep, mask, or penalise as DAPO does."""
     overlong_buffer_len: Annotated[int, Ge(0)] = 0
     """Last tokens over which the penalty of `penalize` grows."""
     overlong_penalty_factor: Annotated[float, Gt(0)] = 1.0

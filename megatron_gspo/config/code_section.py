@@ -21,7 +21,7 @@ class CodeConfig:
     language: Literal["python", "cpp"] = "python"
     """Language of the responses; `cpp` needs g++."""
     score: Literal["all", "fraction"] = "all"
-    """1 if all tests pass, else 0; or the share of tests that pass."""
+    """1 if all tests pass, else 0; or the share that pass."""
     time_limit: Annotated[float, Gt(0)] = 6.0
     """CPU seconds per test; the wall-clock limit is 3 times this + 1."""
     memory_mib: Annotated[int, Ge(64)] = 1024
@@ -31,7 +31,7 @@ class CodeConfig:
     output_mib: Annotated[int, Ge(1), Le(64)] = 16
     """Standard output per test, MiB."""
     float_tolerance: Annotated[float, Ge(0)] = 1e-6
-    """Absolute or relative difference of numbers with a decimal point or an exponent."""
+    """Absolute or relative tolerance of decimal numbers."""
     python: UserPath | None = None
     """Interpreter of the programs; null is the trainer's."""
     require_isolation: bool = True

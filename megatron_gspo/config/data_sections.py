@@ -20,9 +20,9 @@ class TaskConfig:
     """A generated reasoning-gym task."""
 
     name: str
-    """Name of the reasoning-gym dataset, e.g. chain_sum."""
+    """A reasoning-gym dataset, e.g. chain_sum."""
     kwargs: dict[str, Any] = field(default_factory=dict)
-    """Options of the dataset, e.g. {min_terms: 2}."""
+    """Options of the dataset."""
     size: Annotated[int, Ge(1)] = 10_000
     """Number of training prompts."""
     eval_size: Annotated[int, Ge(0)] = 256
@@ -38,7 +38,7 @@ class SourceConfig:
     name: str
     """Name in metrics; verifiers see it as `prompt.source`."""
     weight: Annotated[float, Gt(0)] = 1.0
-    """Share of the prompts, relative to the weights of the other sources."""
+    """Share of the prompts, relative to the other weights."""
     prompts: UserPath | tuple[UserPath, ...] | None = None
     """Training prompts, as `data.prompts`; null with `task`."""
     task: TaskConfig | None = None
@@ -72,18 +72,18 @@ class DataConfig:
     """Prompts, their format and the verifier that scores responses."""
 
     prompts: UserPath | tuple[UserPath, ...] | None = None
-    """Training prompts (docs/data.md): a file, folder, glob or saved data set, or a list of these;
-    null with `task`."""
+    """Training prompts: a file, folder, glob or saved data set, or several (docs/data.md); null
+    with `task`."""
     task: TaskConfig | None = None
     """A generated reasoning-gym task in place of `prompts`."""
     sources: tuple[SourceConfig, ...] = ()
     """Several sources in place of `prompts` (docs/data.md)."""
     eval_prompts: UserPath | tuple[UserPath, ...] | None = None
-    """Held-out prompts, as `prompts`; null uses those of `task`, or none."""
+    """Held-out prompts, as `prompts`; null takes those of `task`."""
     prompt_key: str = "prompt"
     """Field of the question, e.g. extra_info.question."""
     answer_key: str | None = "answer"
-    """Field of the reference answer; null if the verifier needs none."""
+    """Field of the reference answer; null is none."""
     chat_template: bool = False
     """Apply the tokenizer's chat template."""
     chat_template_options: dict[str, Any] = field(default_factory=dict)
@@ -91,11 +91,11 @@ class DataConfig:
     system_prompt: str | None = None
     """System message; needs `chat_template`."""
     system_prompt_key: str | None = None
-    """Field of a row's own system message, in place of `system_prompt`."""
+    """Field of a row's own system message."""
     last_assistant_message: Literal["error", "drop", "answer", "continue"] = "error"
-    """What to do with a last message that is the assistant's (docs/data.md)."""
+    """Action on a last message of the assistant (docs/data.md)."""
     prompt_template: str = "{question}"
-    """Text of a prompt; {question} is replaced by the question."""
+    """Text of a prompt, with {question} for the question."""
     max_prompt_length: Annotated[int, Ge(1)] = 1024
     """Maximum prompt length in tokens."""
     overlong_prompts: Literal["drop", "error"] = "drop"
@@ -106,13 +106,12 @@ class DataConfig:
     """Whether verifiers and environments see special tokens of responses."""
     verifier: UserPath | None = None
     """exact_match, math_verify, reasoning_gym, code, judge, judge_ranking, reward_model
-    (docs/judges.md), or the import path of your own (docs/extending.md); null is reasoning_gym with
-    a task, else exact_match."""
+    (docs/judges.md), or the import path of your own (docs/extending.md); null is exact_match, or
+    with `task` reasoning_gym."""
     verifier_options: dict[str, Any] = field(default_factory=dict)
-    """Keyword arguments of the verifier, e.g. {style: boxed}."""
+    """Keyword arguments of the verifier."""
     verifier_timeout: Annotated[float, Gt(0)] | None = 10.0
-    """Seconds per response; null runs the verifier in the training process, or in that of agents,
-    without a limit."""
+    """Seconds per response; null verifies in the trainer's process, without a limit."""
     verifier_failure_reward: float | None = None
     """Reward where verification failed; null excludes the response."""
     verifier_workers: Annotated[int, Ge(1)] = 1

@@ -18,11 +18,11 @@ class TeacherServersConfig:
     """The servers of a teacher, if it has any."""
 
     urls: tuple[str, ...] = ()
-    """URLs of running servers of the teacher, as http://host:port; empty: the trainer loads it."""
+    """URLs of the teacher's servers; empty: the trainer loads it."""
     engine: Literal["sglang", "vllm"] = "sglang"
     """Engine of these servers."""
     api_key_file: UserPath | None = None
-    """File whose first line is the servers' API key; null is no key."""
+    """File whose first line is the servers' API key."""
 
     @property
     def servers(self) -> ServerConfig:
@@ -50,20 +50,19 @@ class DistillationConfig(TeacherServersConfig, Distillation):
     """Teachers that score the policy's samples (docs/distillation.md)."""
 
     teacher: UserPath | None = None
-    """Hugging Face directory of the teacher, with the policy's tokenizer; null trains without."""
+    """Hugging Face directory of the teacher, with the policy's tokenizer."""
     teachers: tuple[TeacherConfig, ...] = ()
     """Several teachers in place of `teacher`, each for the prompts that name it."""
     teacher_field: str | None = None
-    """Field of a prompt with the name of its teacher; null: its source in `data.sources`."""
+    """Field of a prompt that names its teacher; null takes its source."""
     coef: Annotated[float, Gt(0)] = 1.0
     """Weight of the divergence from the teacher."""
     reward_coef: Annotated[float, Ge(0)] = 0.0
-    """Weight of the rewards' advantages beside it; with 0 rewards are metrics alone."""
+    """Weight of the rewards' advantages beside it; 0 trains without them."""
     forward_weight: Annotated[float, Ge(0), Le(1)] = 0.0
-    """Share of the forward KL in the divergence: 0 is the reverse KL, 1 the forward KL."""
+    """Share of the forward KL; the rest is the reverse KL."""
     top_k: Annotated[int, Ge(0)] | Literal["all"] = 0
-    """The teacher's most likely ids per position whose terms are summed exactly, or all ids
-    (docs/distillation.md)."""
+    """Most likely ids that are summed exactly, or all (docs/distillation.md)."""
 
     @property
     def is_on(self) -> bool:

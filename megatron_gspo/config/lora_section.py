@@ -17,15 +17,15 @@ class LoRAConfig:
     rank: Annotated[int, Ge(0)] = 0
     """Rank of the adapters; 0 trains all weights."""
     alpha: Annotated[float, Gt(0)] = 16.0
-    """An adapter adds alpha / rank times B A to its weight."""
+    """Adapters are scaled by alpha / rank."""
     rslora: bool = False
-    """Scale by alpha / sqrt(rank) instead (rsLoRA)."""
+    """Scale by alpha / sqrt(rank) instead."""
     dropout: Annotated[float, Ge(0)] = 0.0
     """Must be 0 (docs/lora.md)."""
     targets: tuple[str, ...] | None = None
-    """Linear layers with an adapter, e.g. [q_proj, v_proj]; null is all but the router."""
+    """Linear layers with an adapter; null is all but the router."""
     experts: Literal["each", "shared"] = "each"
-    """An adapter for each expert, or one that all experts of a layer share."""
+    """One adapter for each expert, or for all of a layer."""
     weight_updates: Literal["merged", "adapters"] = "merged"
     """What servers get: merged weights, or adapters alone (docs/lora.md)."""
     adapter_path: UserPath | None = None

@@ -15,21 +15,21 @@ class ModelConfig:
     """The model and how its layers are built."""
 
     path: UserPath
-    """Hugging Face directory: config.json, tokenizer and safetensors files."""
+    """Hugging Face directory of config, tokenizer and weights (docs/models.md)."""
     megatron_path: UserPath | None = None
-    """Megatron checkpoint (`torch_dist`) of the initial weights; null: they are those in `path`."""
+    """Megatron checkpoint of the initial weights (docs/conversion.md)."""
     init: Literal["pretrained", "random"] = "pretrained"
-    """Initial weights: loaded from `path`, or drawn from `seed` (only config.json is read)."""
+    """Load the initial weights, or draw them from `seed`."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Type of parameters and activations. Log-probs are always float32."""
     implementation: Literal["auto", "transformer_engine", "torch"] = "auto"
-    """Layers; `auto` is Transformer Engine if it is installed and there is a GPU, else torch."""
+    """Layers; `auto` is Transformer Engine's on a GPU if installed, else torch's."""
     recompute_granularity: Literal["none", "selective", "full"] = "none"
-    """Activation recomputation: core attention (`selective`) or whole layers (`full`)."""
+    """Recompute no activations, core attention (`selective`) or whole layers (`full`)."""
     recompute_num_layers: Annotated[int, Ge(1)] | None = None
     """Layers per recomputed unit with `full`; null is 1."""
     expert_bias_update_rate: Annotated[float, Ge(0)] = 0.0
-    """Step of a router's expert bias towards an even load; 0 freezes the bias."""
+    """Step of the routers' expert biases towards an even load; 0 freezes them."""
 
     @property
     def reads_files(self) -> bool:
@@ -42,23 +42,23 @@ class ParallelConfig:
     """How the model and the batch are divided over the processes."""
 
     tensor_model_parallel_size: Annotated[int, Ge(1)] = 1
-    """Tensor-parallel ranks (TP): split attention and dense layers."""
+    """Tensor-parallel ranks, TP (docs/scaling.md)."""
     pipeline_model_parallel_size: Annotated[int, Ge(1)] = 1
-    """Pipeline stages (PP)."""
+    """Pipeline stages, PP."""
     virtual_pipeline_model_parallel_size: Annotated[int, Ge(2)] | None = None
-    """Model chunks per pipeline stage (interleaved schedule); null is 1 (1F1B)."""
+    """Interleaved model chunks per pipeline stage, VP; null is 1."""
     account_for_embedding_in_pipeline_split: bool = False
-    """Count the embedding as a layer of the first stage."""
+    """Count the embedding as a layer."""
     account_for_loss_in_pipeline_split: bool = False
-    """Count output layer and loss as a layer of the last stage."""
+    """Count output layer and loss as a layer."""
     context_parallel_size: Annotated[int, Ge(1)] = 1
-    """Context-parallel ranks (CP): split the tokens of a sequence."""
+    """Context-parallel ranks, CP."""
     expert_model_parallel_size: Annotated[int, Ge(1)] = 1
-    """Expert-parallel ranks (EP): split the experts of a layer."""
+    """Expert-parallel ranks, EP."""
     expert_tensor_parallel_size: Annotated[int, Ge(1)] | None = None
-    """Tensor-parallel ranks of each expert (ETP); null is 1."""
+    """Tensor-parallel ranks of each expert, ETP; null is 1."""
     sequence_parallel: bool | None = None
-    """Split activations along tokens over tensor-parallel ranks; null is on if TP > 1."""
+    """Split activations over tensor-parallel ranks; null is on if TP > 1."""
     moe_token_dispatcher_type: Literal["alltoall", "allgather"] = "alltoall"
     """Collective that sends tokens to their experts."""
     backend: Literal["auto", "gloo", "nccl"] = "auto"
@@ -70,7 +70,7 @@ class ParallelConfig:
     overlap_grad_reduce: bool = False
     """Overlap gradient reduction with the backward pass."""
     overlap_param_gather: bool = False
-    """Overlap the gathering of parameters with the forward pass; needs `overlap_grad_reduce`."""
+    """Overlap parameter gathering with the forward pass; needs `overlap_grad_reduce`."""
 
     @property
     def use_sequence_parallel(self) -> bool:

@@ -30,10 +30,10 @@ _INTRO = """# Config reference
 
 This page lists every config key. `make docs` writes it from the fields in `megatron_gspo/config/`.
 
-A config is one YAML file. `key.sub=value` on the command line overrides it; the value is read as YAML (`'[1, 4]'` is a
-list). Unknown keys, wrong types (`"8"` is not `8`) and contradictions stop the run before any allocation. Paths are
-relative to the working directory; `~`, `$NAME` and `${NAME}` in them are expanded. A type is left out where the
-default shows it. A default of `null` means that `null` is allowed. The `config.yaml` of a finished run is a config too.
+A config is one YAML file. `key.sub=value` on the command line overrides it; the value is YAML (`'[1, 4]'` is a list).
+Unknown keys, wrong types (`"8"` is not `8`) and contradictions stop the run before any allocation. Paths are relative
+to the working directory; `~`, `$NAME` and `${NAME}` in them are expanded. A type is left out where the default shows
+it. `null` is allowed where it is the default. The `config.yaml` of a finished run is a config too.
 """
 
 
@@ -76,12 +76,19 @@ def _leaf(key: Key) -> str:
 def _type(key: Key) -> str:
     """The type in the words of a table, without what the default shows."""
     text = key.type.replace("true or false", "boolean").replace("one of ", "")
-    if key.default == "null":
+    text = re.sub(r">= (\d+), <= (\d+)", r"\1 to \2", text)
+    if key.default in ("null", "by preset"):
         return text.removesuffix(" or null")
     if key.default in ("true", "false"):
-        return text.removeprefix("boolean")
+        return text.removeprefix("boolean").strip()
     if key.default[:1].isdigit():
         return re.sub("^(integer|number) ?", "", text)
+    if key.default[:1] == "[":
+        return text.removeprefix("list of ")
+    if key.default == "{}":
+        return text.removeprefix("mapping")
+    if key.default[:1] == '"':
+        return text.removeprefix("string").strip()
     return text
 
 

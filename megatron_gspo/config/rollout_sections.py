@@ -28,16 +28,14 @@ class SamplingParams:
     temperature: Annotated[float, Ge(0)] = 1.0
     """Sampling temperature, also of recomputed log-probs; above 0 for training."""
     top_p: Annotated[float, Gt(0), Le(1)] = 1.0
-    """Nucleus sampling; below 1 in training with `max_support`."""
+    """Nucleus sampling; 1 is off."""
     top_k: Annotated[int, Ge(0)] = 0
-    """Sample from this many most likely tokens; 0 is off. Above 0 in training with
-    `max_support`."""
+    """Most likely tokens to sample from; 0 is off."""
     min_p: Annotated[float, Ge(0), Lt(1)] = 0.0
-    """Sample from tokens with at least this share of the largest probability; 0 is off. Above 0 in
-    training with `max_support`."""
+    """Sample from tokens with at least this share of the largest probability; 0 is off."""
     max_support: Annotated[int, Ge(0)] = 0
-    """Most ids that `top_p`, `top_k` and `min_p` may leave at a token; training log-probs are
-    normalised over these (docs/algorithms.md). 0: the three are off in training."""
+    """Most ids that `top_p`, `top_k` and `min_p` may leave at a token; training with 0 refuses them
+    (docs/algorithms.md)."""
 
     def __post_init__(self) -> None:
         if self.n_samples_per_prompt < 1:
@@ -90,22 +88,21 @@ class RolloutConfig(SamplingParams):
     max_batch_size: Annotated[int, Ge(1)] = 256
     """Sequences that a rank's embedded engine decodes at once."""
     max_staleness: Annotated[int, Ge(0)] = 0
-    """Maximum weight updates between sampling and training of a token; 0 is on-policy."""
+    """Maximum weight updates between a token's sampling and training."""
     overlap: bool = False
     """Generate while training, up to `max_staleness` steps ahead."""
     oversampling: Annotated[float, Ge(1)] = 1.0
     """Groups started per group that a step needs (docs/sglang.md)."""
     offload_trainer: bool | None = None
-    """Keep the trainer's state in host memory during generation; null is on with `colocated`
-    servers."""
+    """Keep the trainer in host memory during generation; null is on with `colocated` servers."""
     environment: UserPath | None = None
-    """Import path of a multi-turn environment (docs/agents.md), in place of the verifier."""
+    """Import path of an environment (docs/agents.md), in place of the verifier."""
     environment_options: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of the environment."""
     max_turns: Annotated[int, Ge(1)] = 8
     """Maximum responses per episode."""
     max_turn_length: Annotated[int, Ge(1)] | None = None
-    """Maximum tokens of a turn's response; null is what remains of `max_response_length`."""
+    """Maximum tokens of a turn; null is the rest of `max_response_length`."""
     quantization: QuantizationConfig = field(default_factory=QuantizationConfig)
     """Weights in eight bits for the engine."""
 
@@ -127,24 +124,24 @@ class RoutingConfig:
     """Routing replay and the metrics of a mixture of experts."""
 
     replay: Literal["none", "r2", "r3"] = "none"
-    """Experts in training passes: the live router's (`none`), the old policy's (`r2`) or the
-    rollout engine's (`r3`)."""
+    """Experts in training: the live router's, the old policy's (`r2`) or the rollout engine's
+    (`r3`)."""
     replay_old_log_probs: bool = True
-    """With r3, replay routes in the pass for old log-probs too."""
+    """With r3, replay in the pass for old log-probs too."""
     missing_routes: Literal["error", "live"] = "error"
-    """With r3, tokens without a route: stop the run, or use the live router."""
+    """With r3, tokens without a route: stop, or use the live router."""
     storage: Literal["device", "host"] = "device"
-    """Memory of recorded routes: the GPU's, or pinned memory of the host."""
+    """Memory of recorded routes: the GPU's, or pinned host memory."""
     metrics: bool = True
     """Log expert flips, router entropy and expert load (routing/*)."""
     metric_sequences: Annotated[int, Ge(1)] = 8
     """Sequences per rollout batch whose expert flips are measured without replay."""
     compare_rollout: bool = False
-    """Request the rollout engine's routes, for routing/rollout_flip_rate; r3 always does."""
+    """Request the rollout engine's routes, for routing/rollout_flip_rate."""
     perturbation: UserPath | None = None
-    """Import path of a function that changes which experts are chosen (docs/extending.md)."""
+    """Import path of a function that changes the chosen experts (docs/extending.md)."""
     perturbation_options: dict[str, Any] = field(default_factory=dict)
-    """Keyword arguments of every call of `perturbation`."""
+    """Keyword arguments of `perturbation`."""
 
     @property
     def uses_routes(self) -> bool:

@@ -104,9 +104,9 @@ class Config:
     seed: Annotated[int, Ge(0)] = 1234
     """Seed of weights, prompt order and sampling."""
     run_dir: UserPath
-    """Directory for all output of the run."""
+    """Directory of all output."""
     megatron: dict[str, Any] = field(default_factory=dict)
-    """Options of Megatron-Core (docs/scaling.md), e.g. {moe_permute_fusion: true}."""
+    """Options of Megatron-Core (docs/scaling.md)."""
     callbacks: tuple[UserPath, ...] = ()
     """Import paths of callbacks (docs/extending.md)."""
     model: ModelConfig

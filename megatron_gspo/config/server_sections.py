@@ -27,19 +27,19 @@ class ServerConfig:
     # Values of `weight_transport` for LoRA adapters alone.
     adapter_transports: ClassVar[tuple[str, ...]] = ("disk",)
     urls: tuple[str, ...] = ()
-    """URLs of running servers (or of routers), as http://host:port."""
+    """URLs of running servers or routers, as http://host:port."""
     num_servers: Annotated[int, Ge(0)] = 0
-    """Servers that the run starts on the first node, in place of `urls`."""
+    """Servers that the run starts on the first node."""
     python: UserPath | None = None
-    """Python interpreter of the servers' environment; null is the trainer's."""
+    """Interpreter of the servers' environment; null is the trainer's."""
     port: Annotated[int, Ge(1), Le(65535)] | None = None
-    """Port of the first started server; the others follow. Null takes free ports."""
+    """Port of the first started server; null takes free ones."""
     server_args: tuple[str, ...] = ()
     """Arguments of the started servers; on the command line --sglang.tp-size 2."""
     start_timeout: Annotated[float, Gt(0)] = 600.0
-    """Seconds until a server must have started."""
+    """Seconds for a server to start."""
     api_key_file: UserPath | None = None
-    """File whose first line is the servers' API key; null is no key."""
+    """File whose first line is the servers' API key."""
     weight_transport: Literal["distributed", "tensor", "disk", "ipc"] = "distributed"
     """How weights reach the servers; each kind takes some of these."""
     weight_bucket_mb: Annotated[float, Gt(0)] = 512.0
@@ -47,26 +47,25 @@ class ServerConfig:
     weight_changes_only: bool = False
     """Send only tensors that have changed (docs/sglang.md)."""
     weight_checksums: bool = False
-    """Compare checksums of the tensors after an update (docs/sglang.md)."""
+    """Compare checksums after an update (docs/sglang.md)."""
     weight_dir: UserPath | None = None
     """Directory of `disk`, the same path on all servers; null is `run_dir`/weights."""
     master_address: str | None = None
-    """Address of the first node, with `distributed`; null is that of the route to the servers."""
+    """First node's address for `distributed`; null is that of the route to the servers."""
     max_concurrent_requests: Annotated[int, Ge(1)] = 256
-    """Maximum concurrent requests per server."""
+    """Concurrent requests per server."""
     request_timeout: Annotated[float, Gt(0)] = 600.0
     """Seconds for one request."""
     retries: Annotated[int, Ge(0)] = 8
     """Retries of a response's request before the run saves and stops."""
     response_timeout: Annotated[float, Gt(0)] | None = None
-    """Seconds without a new token of a response before the run saves and stops; null is 3 x
-    `request_timeout`."""
+    """Seconds without a new token before the run stops; null is 3 x `request_timeout`."""
     update_timeout: Annotated[float, Gt(0)] = 600.0
     """Seconds for each step of a weight update."""
     recovery_timeout: Annotated[float, Gt(0)] = 600.0
     """Seconds without any server before the run saves and stops."""
     health_interval: Annotated[float, Gt(0)] = 5.0
-    """Seconds between health checks of a server."""
+    """Seconds between health checks."""
     health_timeout: Annotated[float, Gt(0)] = 10.0
     """Seconds for a health check."""
     log_prob_check_at_start: bool = True
@@ -74,9 +73,9 @@ class ServerConfig:
     log_prob_check_interval: Annotated[int, Ge(0)] = 0
     """Updates between further comparisons; 0 is off."""
     log_prob_check_tolerance: Annotated[float, Gt(0)] = 0.5
-    """Maximum log-prob difference of a token in a further comparison, in nats."""
+    """Largest difference of a token's log-probs in these, in nats."""
     log_prob_check_action: Literal["warn", "stop"] = "stop"
-    """Action when a further comparison exceeds the tolerance."""
+    """Action beyond that tolerance."""
     colocated: bool = False
     """The servers share the trainer's GPUs; `urls` need --enable-memory-saver (SGLang) or
     --enable-sleep-mode (vLLM)."""
@@ -115,7 +114,7 @@ class VLLMConfig(ServerConfig):
     has_weight_checker: ClassVar[bool] = True
     colocated_transports: ClassVar[str] = "disk"
     weight_transport: Literal["distributed", "disk"] = "distributed"
-    """Weights to servers by broadcast to our worker extension (`distributed`) or files (`disk`)."""
+    """How servers get weights (docs/engines.md)."""
 
     @property
     def uses_receiver(self) -> bool:

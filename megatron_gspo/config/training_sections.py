@@ -26,16 +26,13 @@ class TrainingConfig:
     micro_batch_size: Annotated[int, Ge(1)] | None = None
     """Sequences per micro-batch; null packs as many as fit."""
     log_prob_memory_gib: Annotated[float, Gt(0)] | None = None
-    """GiB of a GPU for logits in the log-prob head, which are computed in tiles. Where all logits of
-    a micro-batch fit, the backward pass does not compute them again. null is 0.25, and keeps them
-    where the GPU has free memory."""
+    """GiB for logits in the log-prob head. Null computes tiles of 0.25, and keeps them where the
+    GPU has free memory (docs/gpu.md)."""
 
     only: Literal["rollout", "train"] | None = None
-    """One half of the loop (docs/profiling.md): generate and score, without an update; or train
-    on the `batches` that are there."""
+    """Half of the loop: generate and score, or train on `batches` (docs/profiling.md)."""
     batches: UserPath | None = None
-    """Directory to which each scored rollout batch is written, or from which `only: train` reads
-    them; null writes none."""
+    """Directory of scored rollout batches, which `only: train` reads; null writes none."""
 
     @property
     def log_prob_bytes(self) -> int | None:
@@ -50,7 +47,7 @@ class OptimizerConfig:
     lr: Annotated[float, Gt(0)] = 1e-6
     """Peak learning rate."""
     min_lr: Annotated[float, Ge(0)] = 0.0
-    """Learning rate at the end of a linear or cosine schedule."""
+    """Learning rate at the end of the schedule."""
     lr_decay_style: Literal["constant", "linear", "cosine"] = "constant"
     """Schedule after the warm-up."""
     lr_warmup_steps: Annotated[int, Ge(0)] = 0
@@ -80,9 +77,9 @@ class CriticConfig(OptimizerConfig):
     lr: Annotated[float, Gt(0)] = 1e-5
     """Peak learning rate."""
     value_clip: Annotated[float, Gt(0)] | None = 0.5
-    """Values that move further in a step get no gradient towards their return; null is no limit."""
+    """Values that move further in a step get no gradient; null is no limit."""
     warmup_steps: Annotated[int, Ge(0)] = 0
-    """Steps at the start that train the value model alone."""
+    """First steps, which train the value model alone."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,10 +89,9 @@ class GuardConfig:
     """
 
     action: Literal["off", "warn", "stop"] = "warn"
-    """`warn` prints a line; `stop` also saves and ends the run with an error."""
+    """`warn` prints a line (docs/collapse.md); `stop` also saves and ends the run."""
     effective_sample_size: Annotated[float, Gt(0), Lt(1)] | None = None
-    """Lower values count. Null is 0.5, or no threshold where the objective bounds the weights of
-    tokens."""
+    """Lower values count. Null is 0.5, or none where the objective bounds the weights."""
     mismatch_k3: Annotated[float, Gt(0)] = 0.1
     """Higher values of `mismatch/k3` count, in nats per token."""
     steps: Annotated[int, Ge(1)] = 3
@@ -113,7 +109,7 @@ class EvaluationConfig:
     """Accuracy on the held-out prompts."""
 
     eval_interval: Annotated[int, Ge(0)] = 0
-    """Steps between evaluations; 0 is only before the first and after the last."""
+    """Steps between evaluations; 0 is only at start and end."""
     at_start: bool = True
     """Evaluate before the first step."""
     at_end: bool = True
@@ -125,11 +121,11 @@ class EvaluationConfig:
     top_p: Annotated[float, Gt(0), Le(1)] = 1.0
     """Nucleus sampling; 1 is off."""
     top_k: Annotated[int, Ge(0)] = 0
-    """Sample from this many most likely tokens; 0 is off."""
+    """Most likely tokens to sample from; 0 is off."""
     max_prompts: Annotated[int, Ge(1)] | None = None
-    """Maximum number of held-out prompts; null uses all."""
+    """Held-out prompts to use; null is all."""
     pass_at_k: tuple[Annotated[int, Ge(1)], ...] = ()
-    """Values of k of the reported pass@k, each at most `n_samples`."""
+    """Values of k for pass@k, each at most `n_samples`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,9 +139,9 @@ class CheckpointConfig:
     async_save: bool = True
     """Write in the background, from a copy in host memory."""
     resume: Literal["auto", "never"] = "auto"
-    """Resume from the newest checkpoint, or refuse a `run_dir` that holds a run."""
+    """Resume from the newest checkpoint, or refuse a used `run_dir`."""
     export_hf: bool = True
-    """Write the trained model as a Hugging Face directory at the end."""
+    """Write the trained model as a Hugging Face directory."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,15 +161,15 @@ class TrackingConfig:
     samples_per_step: Annotated[int, Ge(0)] = 4
     """Responses written to `run_dir`/samples per step."""
     ratio_interval: Annotated[int, Ge(0)] = 0
-    """Steps between files of importance ratios in `run_dir`/ratios; 0 writes none."""
+    """Steps between files in `run_dir`/ratios; 0 writes none."""
     detailed_timers: bool = False
     """Time forward, backward and optimizer, which synchronises the GPU."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
-    """Lowest level of the lines that a rank prints and writes to `run_dir`/logs."""
+    """Lowest level of printed and logged lines."""
     log_level_of_rank: dict[int, Literal["debug", "info", "warning", "error"]] = field(
         default_factory=dict
     )
-    """Levels of single ranks in place of `log_level`, e.g. {3: debug}."""
+    """Levels of single ranks, e.g. {3: debug}."""
     plot: bool = True
     """Plot `run_dir`/curves.png at the end, if matplotlib is installed."""
 
@@ -183,6 +179,6 @@ class ProfileConfig:
     """Steps whose operations and memory are recorded (docs/profiling.md)."""
 
     steps: tuple[Annotated[int, Ge(1)], ...] = ()
-    """Steps to record, as `metrics.jsonl` counts them."""
+    """Steps to record (docs/profiling.md)."""
     ranks: tuple[Annotated[int, Ge(0)], ...] = (0,)
     """Ranks that record these steps."""

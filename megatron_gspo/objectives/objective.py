@@ -32,54 +32,52 @@ class Objective:
     """
 
     importance_sampling_level: ImportanceSamplingLevel
-    """What a ratio covers (docs/algorithms.md): a token or a response; `none` has no ratio."""
+    """What a ratio covers (docs/algorithms.md); `none` has no ratio."""
 
     loss_agg_mode: LossAggMode
-    """How the losses of tokens are averaged (docs/algorithms.md)."""
+    """How token losses are averaged (docs/algorithms.md)."""
 
     loss_scale_factor: float | None = None
-    """Divisor of `seq-mean-token-sum-norm` in tokens, usually the longest response."""
+    """Divisor of `seq-mean-token-sum-norm` in tokens; usually the longest response."""
 
     surrogate: str | Callable[..., Any] = "clip"
-    """Function of ratio and advantage (docs/algorithms.md): `clip`, `cispo`, `sapo`, `dppo_tv`,
-    `dppo_kl`, `minirl`, or the import path of your own (docs/extending.md)."""
+    """`clip`, `cispo`, `sapo`, `dppo_tv`, `dppo_kl`, `minirl` (docs/algorithms.md), or the import
+    path of your own (docs/extending.md)."""
 
     surrogate_options: dict[str, Any] = field(default_factory=dict, hash=False)
-    """Keyword arguments of a surrogate of your own."""
+    """Keyword arguments of your surrogate."""
 
     epsilon_low: float | None = None
-    """Ratios are clipped below 1 - epsilon_low (`geometric_mean`: log-ratios below
-    -epsilon_low)."""
+    """Ratios are clipped below 1 - epsilon_low, with `geometric_mean` log-ratios below
+    -epsilon_low."""
 
     epsilon_high: float | None = None
-    """Ratios are clipped above 1 + epsilon_high (`geometric_mean`: log-ratios above
-    epsilon_high)."""
+    """Ratios are clipped above 1 + epsilon_high, with `geometric_mean` log-ratios above
+    epsilon_high."""
 
     max_weight: float | None = None
-    """Maximum of the weight of `cispo`, `dppo_tv`, `dppo_kl` and `minirl`."""
+    """Maximum weight of `cispo`, `dppo_tv`, `dppo_kl` and `minirl`."""
 
     min_weight: float | None = None
-    """Minimum of the weight of `cispo`; null is 0."""
+    """Minimum weight of `cispo`; null is 0."""
 
     tau_pos: float | None = None
-    """Temperature of the gate of `sapo` where A > 0."""
+    """Temperature of `sapo` where A > 0."""
 
     tau_neg: float | None = None
-    """Temperature of the gate of `sapo` where A <= 0."""
+    """Temperature of `sapo` where A <= 0."""
 
     divergence_threshold: float | None = None
-    """Largest change of a token's probability (`dppo_tv`), or binary KL in nats (`dppo_kl`), along
-    the advantage."""
+    """Largest divergence: of probability (`dppo_tv`), or in nats (`dppo_kl`)."""
 
     dual_clip: float | None = None
-    """c > 1: the objective is at least c * A where A < 0 (arXiv:1912.09729)."""
+    """c > 1: the objective is at least c * A where A < 0."""
 
     off_policy_mask_threshold: float | None = None
-    """Tokens with A < 0 do not count in a sequence whose mean of old log-prob - log-prob is above
-    this, in nats (arXiv:2512.02556)."""
+    """Threshold of the off-policy mask (docs/algorithms.md), in nats."""
 
     log_ratio_coef: float = 0.0
-    """Weight of the squared token log-ratio in the loss (arXiv:2602.02276)."""
+    """Weight of squared token log-ratios in the loss."""
 
     kl_loss_coef: float = 0.0
     """Weight of the KL to the reference policy in the loss."""
@@ -88,8 +86,7 @@ class Objective:
     """Estimator of that KL."""
 
     unbiased_kl: bool = False
-    """Multiply k3 by the token ratio, which makes its gradient that of the KL
-    (arXiv:2512.02556)."""
+    """Multiply k3 by the token ratio."""
 
     entropy_coef: float = 0.0
     """Weight of the entropy bonus."""
@@ -98,27 +95,25 @@ class Objective:
     """Log-ratios are clamped to +-this before exp, in nats."""
 
     advantage_estimator: str | Callable[..., Any] = "group"
-    """`group`: the reward less its group's baseline. `gae`: of a value model (PPO). Or the import
-    path of your own (docs/extending.md)."""
+    """`group`, `gae` (of a value model), or the import path of your own (docs/extending.md)."""
 
     advantage_options: dict[str, Any] = field(default_factory=dict, hash=False)
-    """Keyword arguments of an estimator of your own."""
+    """Keyword arguments of your estimator."""
 
     gamma: float = 1.0
     """Discount of later rewards, with `gae`."""
 
     lam: float = 1.0
-    """Lambda of `gae`, from 0 (one step) to 1 (all later rewards)."""
+    """Lambda of `gae`, from 0 to 1."""
 
     advantage_std: AdvantageStd = "sample"
-    """Standard deviation that divides a group's rewards (with `gae` all advantages), over n - 1
-    (`sample`) or n (`population`)."""
+    """Standard deviation that divides rewards, or advantages with `gae`."""
 
     advantage_baseline: AdvantageBaseline = "mean"
-    """Baseline of a reward: its group's `mean`, or the mean of the others (`leave_one_out`)."""
+    """Baseline of a reward: its group's mean, or that of the others."""
 
     allow_nonstandard: bool = False
-    """Allow another algorithm than `name`, and a clip range of the other ratio level."""
+    """Allow another algorithm than that of `name`, or the clip range of another level."""
 
     def __post_init__(self) -> None:
         check_objective(self)

@@ -3,7 +3,7 @@ folder:
 
     python -m tests.bad_input.page
 
-The messages of a group stand between two comments, `<!-- messages: Config -->` and `<!-- /messages
+The messages of a group stand between two comments, `<!-- messages: Routes -->` and `<!-- /messages
 -->`. A message that is not in FIXES names its fix itself.
 """
 
@@ -28,29 +28,31 @@ from tests.support.command_line import Case
 PAGE = Path(__file__).parents[2] / "docs" / "troubleshooting.md"
 BLOCK = re.compile(r"<!-- messages: (.+) -->\n(?:.*\n)*?<!-- /messages -->")
 GROUPS: dict[str, tuple[Case, ...]] = {
-    "Config": (
+    "Messages": (
         *test_config.CASES,
         test_config.ALONE,
         test_config.NO_GPU,
         test_config.NO_NUMBER,
         test_config.PORT_IN_USE,
+        *test_model.CASES,
+        *test_prompts.CASES,
+        *test_rewards.CASES,
+        *test_rollouts.CASES,
+        *test_rollouts.DIVERGED,
+        test_rollouts.OTHER_MODEL,
+        *(case for case, _, _ in test_disk.CASES),
+        test_disk.FULL_AGAIN,
+        *test_ranks.CASES,
+        *test_evaluate.CASES,
     ),
-    "Prompts": (*test_prompts.CASES,),
-    "Model": (*test_model.CASES,),
-    "Engines": (*test_rollouts.CASES, *test_rollouts.DIVERGED, test_rollouts.OTHER_MODEL),
     "Routes": (*test_routes.CASES,),
-    "Verifiers": (*test_rewards.CASES,),
-    "Files and disks": (*(case for case, _, _ in test_disk.CASES), test_disk.FULL_AGAIN),
-    "Ranks": (*test_ranks.CASES,),
-    "Evaluation": (*test_evaluate.CASES,),
 }
 CASES = tuple(case for cases in GROUPS.values() for case in cases)
 # The cause or fix, by the name of a case, where the message does not name it or a page says more.
 FIXES = {
     "token clip under GSPO": "use about 3e-4, or [measure](algorithms.md#choosing-the-clip-range)",
     "GSPO averaged over tokens": (
-        "the preset's name would stand for another algorithm: "
-        "[what is refused](algorithms.md#what-is-refused)"
+        "the fields are those of another algorithm: [what is refused](algorithms.md#what-is-refused)"
     ),
     "TP doesn't fit the world": (
         "change `--nproc-per-node` or a size; without torchrun there is 1 process"
@@ -61,26 +63,17 @@ FIXES = {
     "missing weight": "weights of another model, or an incomplete download",
     "no end token": "set `eos_token_id` in the model's `generation_config.json`",
     "tokenizer of another model": "tokenizer and `config.json` are of different models",
-    "compressed file": "unpack it; `.gz`, `.bz2`, `.xz` and `.zst` are read for JSON and CSV",
     "positive log-prob": "probabilities or logits instead of log-probs",
     "token outside the vocabulary": "another tokenizer, or padding that was not removed",
     "server of another model": (
-        "the config.json or the arguments of the server are of another model, or the engine "
-        "ignores a key, as [SGLang tied embeddings](sglang.md#agreement-of-the-engines)"
+        "the server has another model, or ignores a key, as "
+        "[SGLang tied embeddings](sglang.md#agreement-of-the-engines)"
     ),
-    "engine that refuses": "the engine's own error; a server is gone or refuses a request",
     "weights that diverged": "resume from an earlier checkpoint: move the newest away",
     "routes with a row too few": "the text was tokenised again, or the prompt's routes are missing",
-    "routes of no sample": "enable routes in the engine; SGLang: `--enable-return-routed-experts`",
-    "verifier that raises": (
-        "no response was scored: exception, exit, hang, no finite number or missing answers. Call "
-        "the verifier on a line of `samples/`"
-    ),
+    "routes of no sample": "let the engine return routes; SGLang: `--enable-return-routed-experts`",
+    "verifier that raises": ("no response was scored: call the verifier on a line of `samples/`"),
     "checkpoint on a full disk": "free space, or lower `checkpoint.keep`",
-    "rank killed": (
-        "a rank died (out of memory, hardware), or hangs: the others wait "
-        "`parallel.distributed_timeout_minutes`"
-    ),
 }
 
 
