@@ -264,6 +264,10 @@ def client_of(url: str, process: Any, end_token: int, num_runs: int) -> Any:
     return client
 
 
+async def _thread_number() -> int:
+    return threading.get_native_id()
+
+
 def training_step(folder: str) -> Any:
     """Forward and backward of a mini-batch."""
     import torch
@@ -303,10 +307,12 @@ class StepParts(NamedTuple):
 
 class Calls:
     """Calls of agents. seconds: as they see them. cpu: seconds of CPU time a call, one number a
-    turn, of the server's process, the engine's, the agents', and the trainer's threads other than
-    the one that works."""
+    turn, of the server's process, the engine's, the agents', and the trainer's thread that hears of
+    runs."""
 
-    def __init__(self) -> None:
+    def __init__(self, trainer_thread: int) -> None:
+        """trainer_thread: its system-wide number."""
+        self._trainer_thread = trainer_thread
         self.seconds: list[float] = []
         self.cpu: dict[str, list[float]] = {
             name: [] for name in ("trainer", "server", "engine", "agents")
@@ -334,7 +340,7 @@ class Calls:
 
     def _cpu_seconds(self, load: Load) -> dict[str, float]:
         return {
-            "trainer": _other_threads_seconds(),
+            "trainer": _scheduled_seconds(self._trainer_thread)[0],
             "server": _cpu_seconds(load.server),
             "engine": 0.0 if load.engine is None else _cpu_seconds(load.engine),
             "agents": _cpu_seconds(load.agents),
@@ -372,13 +378,6 @@ def _scheduled_seconds(thread: int) -> tuple[float, float]:
     """Seconds in which a thread of this process has run, and has waited for a core."""
     running, waiting, _ = Path(f"/proc/self/task/{thread}/schedstat").read_text().split()
     return int(running) / 1e9, int(waiting) / 1e9
-
-
-def _other_threads_seconds() -> float:
-    """Seconds in which the threads of this process but the calling one have run."""
-    threads = [int(folder.name) for folder in Path("/proc/self/task").iterdir()]
-    own = threading.get_native_id()
-    return sum(_scheduled_seconds(thread)[0] for thread in threads if thread != own)
 
 
 def _cpu_seconds(process: psutil.Process) -> float:
@@ -437,11 +436,12 @@ def measure(args: argparse.Namespace, folder: Path) -> None:
     step()
     machine = hardware()
     say(f"{machine['cpu']}, {machine['cores']} cores, load {machine['load_average']:.1f}")
-    idle = Calls()
+    trainer_thread = client.loop.run(_thread_number())
+    idle = Calls(trainer_thread)
     idle.turn(loads[0], lambda: steps(lambda: time.sleep(0.1), args.seconds))
     idle.report("the trainer waits")
-    busy = Calls()
-    control_calls = Calls()
+    busy = Calls(trainer_thread)
+    control_calls = Calls(trainer_thread)
 
     def with_agents() -> StepParts:
         return busy.turn(loads[0], lambda: steps(step, args.seconds))

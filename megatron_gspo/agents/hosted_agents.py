@@ -57,7 +57,9 @@ from megatron_gspo.rollout.server_engine.following_client import (
 from megatron_gspo.rollout.server_engine.open_group import oldest
 from megatron_gspo.rollout.server_engine.server_pool import PoolState
 from megatron_gspo.servers.http_client import open_session
-from megatron_gspo.terminal import log_to
+from megatron_gspo.terminal import get_logger, log_to
+
+logger = get_logger(__name__)
 
 
 def host_agents(connection: socket.socket) -> None:
@@ -194,7 +196,14 @@ class _HostedAgents:
     def _begin(self, coroutine: Coroutine[Any, Any, None]) -> None:
         task = asyncio.ensure_future(coroutine)
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._end)
+
+    def _end(self, task: asyncio.Task[None]) -> None:
+        """Forget a task. A bug in it ends the process: the trainer may wait for its answer."""
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.error("".join(traceback.format_exception(error)))
+            self._over.set()
 
     async def _open_client(self, message: OpenClient) -> None:
         settings: ClientSettings = pickle.loads(message.settings)
