@@ -2,17 +2,18 @@
 of a call in the trainer and in the process that hosts the agents, and how much slower a training
 step becomes.
 
-The engine is a fake SGLang server that replies after a fixed time with 64 tokens. Agents are
-runners in another process, which keep their runs.
-Each waits most of the time, as for its tools: it makes a call every 10 s, so that 200 make 20 a
-second. A call adds a tool's result of about 60 tokens to a history of up to 16 turns. The step is a
-forward and backward pass of a tiny model in the main thread, with one thread of torch.
+The engine is a fake SGLang server that replies after a fixed time with 64 tokens. What a call takes
+beyond that includes the agent's own client, which is measured alone too. Agents are runners in
+another process, which keep their runs. Each waits most of the time, as for its tools: it makes a
+call every 10 s, so that 200 make 20 a second. A call adds a tool's result of about 60 tokens to a
+history of up to 16 turns. The step is a forward and backward pass of a tiny model in the main
+thread, with one thread of torch.
 
 The control is the same agents on a server that has nothing to do with the trainer, answers at once
 with a constant and burns as much CPU time a call as the process that hosts the agents and the fake
 engine. What it costs the step is the price of two busy cores; what the agents cost beyond it is
-that of this program. The wall time of a step has three parts (`schedstat` of /proc): its thread runs, it
-waits for a core, or it is blocked, as by the interpreter's lock.
+that of this program. The wall time of a step has three parts (`schedstat` of /proc): its thread
+runs, it waits for a core, or it is blocked, as by the interpreter's lock.
 
     OMP_NUM_THREADS=1 python benchmarks/agent_sessions.py
     OMP_NUM_THREADS=1 python benchmarks/agent_sessions.py --apart    # the trainer on a core of its own
@@ -34,7 +35,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection
@@ -55,15 +56,17 @@ REPLY_TOKENS = 64
 REPLY_SECONDS = 0.05
 CONTROL_SECONDS = 0.0008  # CPU time of a call to the control's server that burns none
 VERSION = "00c0ffee:1"  # of the engine's weights
+GENERATE = b"/generate"
+COMPLETE = b"/v1/chat/completions"
 RESULT = "the command has printed this line and nothing else"
 
 
 class FakeEngine(asyncio.Protocol):
-    """A connection to a server that answers every request after `REPLY_SECONDS` with the same
-    tokens, and takes next to no CPU time itself."""
+    """A connection to a server that answers each path with a constant, and takes next to no CPU
+    time itself. Replies take `REPLY_SECONDS`."""
 
-    def __init__(self, answer: bytes) -> None:
-        self._answer = answer
+    def __init__(self, answers: Mapping[bytes, bytes]) -> None:
+        self._answers = answers
         self._received = b""
 
     def connection_made(self, transport: Any) -> None:
@@ -78,33 +81,39 @@ class FakeEngine(asyncio.Protocol):
         if not separator or len(body) < int(length[1] if length else 0):
             return
         self._received = b""
-        seconds = REPLY_SECONDS if b"/generate" in head else 0.0
-        asyncio.get_running_loop().call_later(seconds, self._transport.write, self._answer)
+        path = head.split(b" ", 2)[1]
+        answer = self._answers[path]
+        seconds = REPLY_SECONDS if path in (GENERATE, COMPLETE) else 0.0
+        asyncio.get_running_loop().call_later(seconds, self._transport.write, answer)
 
 
-def serve_engine(control: Connection, end_token: int, nice: int) -> None:
-    """The fake engine, in a process of its own. control: gets its port."""
+def serve_engine(control: Connection, address_file: Path, end_token: int, nice: int) -> None:
+    """The fake engine, in a process of its own, which agents can also call directly. control: gets
+    its address."""
     os.nice(nice)
     tokens = [*range(65, 65 + REPLY_TOKENS - 1), end_token]
-    answer = {
-        "output_ids": tokens,
-        "meta_info": {
-            "finish_reason": {"type": "stop"},
-            "weight_version": VERSION,
-            "cached_tokens": 0,
-            "output_token_logprobs": [[-0.5, token, None] for token in tokens],
-        },
+    meta_info = {
+        "finish_reason": {"type": "stop"},
         "weight_version": VERSION,
+        "cached_tokens": 0,
+        "output_token_logprobs": [[-0.5, token, None] for token in tokens],
     }
-    body = json.dumps(answer).encode()
-    head = f"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n"
 
     async def serve() -> None:
+        answers: dict[bytes, bytes] = {}
         loop = asyncio.get_running_loop()
-        server = await loop.create_server(
-            lambda: FakeEngine(f"{head}\r\n".encode() + body), "127.0.0.1", 0, backlog=1024
-        )
-        control.send(server.sockets[0].getsockname()[1])
+        server = await loop.create_server(lambda: FakeEngine(answers), "127.0.0.1", 0, backlog=1024)
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        message = {"role": "assistant", "content": "A" * REPLY_TOKENS}
+        for path, body in {
+            GENERATE: {"output_ids": tokens, "meta_info": meta_info},
+            COMPLETE: {"choices": [{"message": message}]},
+            b"/model_info": {"weight_version": VERSION},
+            b"/tasks/claim": {"task": {"base_url": f"{url}/v1", "key": "direct"}},
+        }.items():
+            answers[path] = _http(json.dumps(body))
+        address_file.write_text(json.dumps({"url": url, "key": "direct"}))
+        control.send(url)
         await server.serve_forever()
 
     # `epoll` would round the time of a reply up to milliseconds.
@@ -133,8 +142,8 @@ async def _agents(control: Connection, address_file: Path, count: int, period: f
         runs = [await _claimed(session, address_file) for _ in range(count)]
         control.send("all have a run")
         agents = [
-            asyncio.ensure_future(_agent(session, url, key, period, working, seconds))
-            for url, key in runs
+            asyncio.ensure_future(_agent(number, session, url, key, period, working, seconds))
+            for number, (url, key) in enumerate(runs)
         ]
         while (order := await asyncio.to_thread(control.recv)) is not None:
             if order:
@@ -161,6 +170,7 @@ async def _claimed(session: aiohttp.ClientSession, address_file: Path) -> tuple[
 
 
 async def _agent(
+    number: int,
     session: aiohttp.ClientSession,
     url: str,
     key: str,
@@ -168,7 +178,7 @@ async def _agent(
     working: asyncio.Event,
     seconds: list[float],
 ) -> None:
-    draw = random.Random(key)
+    draw = random.Random(number)
     messages: list[dict[str, str]] = []
     while True:
         await working.wait()
@@ -244,6 +254,11 @@ def host_settings(address_file: Path, num_runs: int, nice: int) -> tuple[Any, in
         nice=nice,
     )
     return settings, end_token
+
+
+def _http(body: str) -> bytes:
+    head = f"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n"
+    return f"{head}\r\n{body}".encode()
 
 
 def client_of(url: str, process: Any, end_token: int, num_runs: int) -> Any:
@@ -415,21 +430,22 @@ def measure(args: argparse.Namespace, folder: Path) -> None:
         os.sched_setaffinity(0, cores[1:])  # of all that is started from here
     settings, end_token = host_settings(folder / "agents.json", args.sessions, args.nice)
     process = AgentProcess(settings)
-    ports, theirs = multiprocessing.Pipe()
-    engine = start(serve_engine, theirs, end_token, args.nice)
+    urls, theirs = multiprocessing.Pipe()
+    engine = start(serve_engine, theirs, folder / "engine.json", end_token, args.nice)
     burns, theirs = multiprocessing.Pipe()
     server = start(serve_control, theirs, folder / "control.json", args.nice)
     loads = []
     for address_file, called, asked in (
         (folder / "agents.json", psutil.Process(process.process_id).children()[0], engine),
         (folder / "control.json", server, None),
+        (folder / "engine.json", engine, None),
     ):
         control, theirs = multiprocessing.Pipe()
         agents = start(play_agents, theirs, address_file, args.sessions, args.period, args.nice)
         loads.append(Load(control, agents, called, asked))
     if args.apart:
         os.sched_setaffinity(0, cores[:1])
-    client = client_of(f"http://127.0.0.1:{ports.recv()}", process, end_token, args.sessions)
+    client = client_of(urls.recv(), process, end_token, args.sessions)
     for load in loads:
         load.control.recv()
     step = training_step(str(folder / "model"))
@@ -438,8 +454,12 @@ def measure(args: argparse.Namespace, folder: Path) -> None:
     say(f"{machine['cpu']}, {machine['cores']} cores, load {machine['load_average']:.1f}")
     trainer_thread = client.loop.run(_thread_number())
     idle = Calls(trainer_thread)
-    idle.turn(loads[0], lambda: steps(lambda: time.sleep(0.1), args.seconds))
+    direct = Calls(trainer_thread)
+    for _ in range(2):
+        idle.turn(loads[0], lambda: steps(lambda: time.sleep(0.1), args.seconds))
+        direct.turn(loads[2], lambda: steps(lambda: time.sleep(0.1), args.seconds))
     idle.report("the trainer waits")
+    direct.report("agents call the engine themselves")
     busy = Calls(trainer_thread)
     control_calls = Calls(trainer_thread)
 
