@@ -64,6 +64,7 @@ from megatron_gspo.terminal import get_logger
 
 logger = get_logger(__name__)
 
+_ANSWER_SECONDS = 120.0  # for the process to answer; it may wait 30 s for servers to abort
 _CLOSE_SECONDS = 20.0  # for the process to end all runs
 _END_SECONDS = 10.0  # for its keeper to end all processes
 
@@ -211,14 +212,19 @@ class AgentProcess:
 
     async def _answer_to(self, question: OpenClient | Ask) -> ClientReport | None:
         """The report, once how far the runs are is taken from it; None if the process ends, which
-        fails the runs."""
+        fails the runs. Raises EngineError if it hangs."""
         if self._lost.is_set():
             return None
         answer: asyncio.Future[ClientReport | None] = asyncio.get_running_loop().create_future()
         self._questions[question.question] = answer
         self._send(question)
         try:
-            return await answer
+            return await asyncio.wait_for(answer, _ANSWER_SECONDS)
+        except TimeoutError:
+            raise EngineError(
+                f"agents: the process that hosts them ({self.process_id}) has not answered for"
+                f" {_ANSWER_SECONDS:g} s; kill it and start the training again"
+            ) from None
         finally:
             del self._questions[question.question]
 

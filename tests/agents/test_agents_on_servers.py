@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import psutil
 import pytest
 
+from megatron_gspo.agents import agent_process
 from megatron_gspo.agents.agent_process import AgentProcess
 from megatron_gspo.agents.agent_source import AgentGroups
 from megatron_gspo.agents.engine_generators import ServerGenerator
@@ -134,6 +135,16 @@ def test_what_is_discarded_is_counted(served: Served) -> None:
     served.stream.stop(keep=False)
     assert served.counts()["discarded_tokens"] == 1
     assert not any(agent.is_running() for agent in agents)
+
+
+def test_a_process_that_hangs_is_named(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(agent_process, "_ANSWER_SECONDS", 0.5)
+    served.child.suspend()
+    with pytest.raises(EngineError, match="^agents: .* has not answered for 0.5 s; kill it and "):
+        served.stream.progress()
+    served.child.resume()
+    monkeypatch.undo()
+    assert served.stream.progress() == []
 
 
 def test_the_death_of_the_process_ends_the_groups_in_one_line(served: Served) -> None:
