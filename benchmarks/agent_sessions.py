@@ -2,17 +2,18 @@
 of a call in the trainer and in the process that hosts the agents, and how much slower a training
 step becomes.
 
-The engine is a fake in the trainer that replies after a fixed time with 64 tokens. Agents are
-runners in another process, which keep their runs.
-Each waits most of the time, as for its tools: it makes a call every 10 s, so that 200 make 20 a
-second. A call adds a tool's result of about 60 tokens to a history of up to 16 turns. The step is a
-forward and backward pass of a tiny model in the main thread, with one thread of torch.
+The engine is a fake SGLang server that replies after a fixed time with 64 tokens. What a call takes
+beyond that includes the agent's own client, which is measured alone too. Agents are runners in
+another process, which keep their runs. Each waits most of the time, as for its tools: it makes a
+call every 10 s, so that 200 make 20 a second. A call adds a tool's result of about 60 tokens to a
+history of up to 16 turns. The step is a forward and backward pass of a tiny model in the main
+thread, with one thread of torch.
 
 The control is the same agents on a server that has nothing to do with the trainer, answers at once
-with a constant and burns as much CPU time a call as the process that hosts the agents. What it
-costs the step is the price of two busy cores; what the agents cost beyond it is that of this
-program. The wall time of a step has three parts (`schedstat` of /proc): its thread runs, it
-waits for a core, or it is blocked, as by the interpreter's lock.
+with a constant and burns as much CPU time a call as the process that hosts the agents and the fake
+engine. What it costs the step is the price of two busy cores; what the agents cost beyond it is
+that of this program. The wall time of a step has three parts (`schedstat` of /proc): its thread
+runs, it waits for a core, or it is blocked, as by the interpreter's lock.
 
     OMP_NUM_THREADS=1 python benchmarks/agent_sessions.py
     OMP_NUM_THREADS=1 python benchmarks/agent_sessions.py --apart    # the trainer on a core of its own
@@ -26,13 +27,15 @@ import json
 import multiprocessing
 import os
 import random
+import re
 import secrets
+import selectors
 import statistics
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection
@@ -52,26 +55,72 @@ TURNS = 16
 REPLY_TOKENS = 64
 REPLY_SECONDS = 0.05
 CONTROL_SECONDS = 0.0008  # CPU time of a call to the control's server that burns none
+VERSION = "00c0ffee:1"  # of the engine's weights
+GENERATE = b"/generate"
+COMPLETE = b"/v1/chat/completions"
 RESULT = "the command has printed this line and nothing else"
 
 
-class FakeEngine:
-    """A `Generator` that takes `REPLY_SECONDS`."""
+class FakeEngine(asyncio.Protocol):
+    """A connection to a server that answers each path with a constant, and takes next to no CPU
+    time itself. Replies take `REPLY_SECONDS`."""
 
-    paused_seconds = 0.0
+    def __init__(self, answers: Mapping[bytes, bytes]) -> None:
+        self._answers = answers
+        self._received = b""
 
-    def __init__(self, end_token: int) -> None:
-        self._tokens = np.array([*range(65, 65 + REPLY_TOKENS - 1), end_token], dtype=np.int64)
+    def connection_made(self, transport: Any) -> None:
+        """See `asyncio.Protocol`."""
+        self._transport = transport
 
-    async def generate(self, prompt: Any, limits: Any, *, seed: int, routes_start: int) -> Any:
-        """See `Generator.generate`."""
-        from megatron_gspo.agents.generation import Generation
+    def data_received(self, data: bytes) -> None:
+        """See `asyncio.Protocol`."""
+        self._received += data
+        head, separator, body = self._received.partition(b"\r\n\r\n")
+        length = re.search(rb"(?i)content-length: (\d+)", head)
+        if not separator or len(body) < int(length[1] if length else 0):
+            return
+        self._received = b""
+        path = head.split(b" ", 2)[1]
+        answer = self._answers[path]
+        seconds = REPLY_SECONDS if path in (GENERATE, COMPLETE) else 0.0
+        asyncio.get_running_loop().call_later(seconds, self._transport.write, answer)
 
-        await asyncio.sleep(REPLY_SECONDS)
-        count = len(self._tokens)
-        return Generation(
-            self._tokens, np.zeros(count, np.float32), np.zeros(count, np.int32), "stop"
-        )
+
+def serve_engine(control: Connection, address_file: Path, end_token: int, nice: int) -> None:
+    """The fake engine, in a process of its own, which agents can also call directly. control: gets
+    its address."""
+    os.nice(nice)
+    tokens = [*range(65, 65 + REPLY_TOKENS - 1), end_token]
+    meta_info = {
+        "finish_reason": {"type": "stop"},
+        "weight_version": VERSION,
+        "cached_tokens": 0,
+        "output_token_logprobs": [[-0.5, token, None] for token in tokens],
+    }
+
+    async def serve() -> None:
+        answers: dict[bytes, bytes] = {}
+        loop = asyncio.get_running_loop()
+        server = await loop.create_server(lambda: FakeEngine(answers), "127.0.0.1", 0, backlog=1024)
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        message = {"role": "assistant", "content": "A" * REPLY_TOKENS}
+        for path, body in {
+            GENERATE: {"output_ids": tokens, "meta_info": meta_info},
+            COMPLETE: {"choices": [{"message": message}]},
+            b"/model_info": {"weight_version": VERSION},
+            b"/tasks/claim": {"task": {"base_url": f"{url}/v1", "key": "direct"}},
+        }.items():
+            answers[path] = _http(json.dumps(body))
+        address_file.write_text(json.dumps({"url": url, "key": "direct"}))
+        control.send(url)
+        await server.serve_forever()
+
+    # `epoll` would round the time of a reply up to milliseconds.
+    with asyncio.Runner(
+        loop_factory=lambda: asyncio.SelectorEventLoop(selectors.SelectSelector())
+    ) as runner:
+        runner.run(serve())
 
 
 def play_agents(
@@ -93,8 +142,8 @@ async def _agents(control: Connection, address_file: Path, count: int, period: f
         runs = [await _claimed(session, address_file) for _ in range(count)]
         control.send("all have a run")
         agents = [
-            asyncio.ensure_future(_agent(session, url, key, period, working, seconds))
-            for url, key in runs
+            asyncio.ensure_future(_agent(number, session, url, key, period, working, seconds))
+            for number, (url, key) in enumerate(runs)
         ]
         while (order := await asyncio.to_thread(control.recv)) is not None:
             if order:
@@ -121,6 +170,7 @@ async def _claimed(session: aiohttp.ClientSession, address_file: Path) -> tuple[
 
 
 async def _agent(
+    number: int,
     session: aiohttp.ClientSession,
     url: str,
     key: str,
@@ -128,7 +178,7 @@ async def _agent(
     working: asyncio.Event,
     seconds: list[float],
 ) -> None:
-    draw = random.Random(key)
+    draw = random.Random(number)
     messages: list[dict[str, str]] = []
     while True:
         await working.wait()
@@ -206,27 +256,27 @@ def host_settings(address_file: Path, num_runs: int, nice: int) -> tuple[Any, in
     return settings, end_token
 
 
-class Hosted:
-    """Open runs and the fake engine, whose calls come to an event loop as in a trainer. thread:
-    system-wide number of its thread."""
+def _http(body: str) -> bytes:
+    head = f"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n"
+    return f"{head}\r\n{body}".encode()
 
-    def __init__(self, host: Any, end_token: int, num_runs: int) -> None:
-        """host: a `RunHost`."""
-        from megatron_gspo.agents.agent_host import RunRequest
-        from megatron_gspo.data.sample import Prompt
-        from megatron_gspo.servers.http_client import EventLoop
 
-        self._host = host
-        self._loop = EventLoop()
-        prompts = [Prompt(i, np.array([1]), "a task") for i in range(num_runs)]
-        requests = [RunRequest(prompt, 0, seed=0) for prompt in prompts]
-        self.thread = self._loop.run(_thread_number())
-        self._playing = self._loop.spawn(host.samples(requests, FakeEngine(end_token), 4096))
+def client_of(url: str, process: Any, end_token: int, num_runs: int) -> Any:
+    """The trainer's `RolloutClient` of the engine, with open runs. process: `AgentProcess`."""
+    from megatron_gspo.agents.agent_source import AgentGroups
+    from megatron_gspo.config import SamplingParams, ServerConfig
+    from megatron_gspo.data.sample import Prompt
+    from megatron_gspo.rollout.server_engine.rollout_client import RolloutClient
+    from megatron_gspo.rollout.sglang.sglang_api import SGLangAPI
+    from tests.support.served_models import served_model
 
-    def close(self) -> None:
-        self._playing.cancel()
-        self._loop.run(self._host.close())
-        self._loop.close()
+    model = served_model(vocab_size=end_token + 1, stop_ids=(end_token,))
+    client = RolloutClient([url], ServerConfig(), model, str, api=SGLangAPI(), log=say)
+    client.current_version = 1
+    client.loop.run(client.pool.set_version(VERSION, client.pool.servers))
+    prompts = [Prompt(i, np.array([1]), "a task") for i in range(num_runs)]
+    client.stream(AgentGroups(process)).start(prompts, SamplingParams(1, 4096), seed=0)
+    return client
 
 
 async def _thread_number() -> int:
@@ -249,11 +299,13 @@ def training_step(folder: str) -> Any:
 
 @dataclass(frozen=True)
 class Load:
-    """Agents that work or wait. control: of their process. server: that they call."""
+    """Agents that work or wait. control: of their process. server: that they call. engine: that
+    the server calls."""
 
     control: Connection
     agents: psutil.Process
     server: psutil.Process
+    engine: psutil.Process | None = None
 
 
 class StepParts(NamedTuple):
@@ -269,47 +321,55 @@ class StepParts(NamedTuple):
 
 
 class Calls:
-    """Calls of agents. seconds: as they see them. server_cpu, agents_cpu, trainer_cpu: seconds a
-    call, one number a turn, of the server's process, of the agents' and of the trainer's thread
-    that answers the server."""
+    """Calls of agents. seconds: as they see them. cpu: seconds of CPU time a call, one number a
+    turn, of the server's process, the engine's, the agents', and the trainer's thread that hears of
+    runs."""
 
     def __init__(self, trainer_thread: int) -> None:
         """trainer_thread: its system-wide number."""
         self._trainer_thread = trainer_thread
         self.seconds: list[float] = []
-        self.server_cpu: list[float] = []
-        self.agents_cpu: list[float] = []
-        self.trainer_cpu: list[float] = []
+        self.cpu: dict[str, list[float]] = {
+            name: [] for name in ("trainer", "server", "engine", "agents")
+        }
+
+    @property
+    def servers_cpu(self) -> float:
+        """The median of the server's and the engine's together."""
+        return statistics.median(map(sum, zip(self.cpu["server"], self.cpu["engine"], strict=True)))
 
     def turn(self, load: Load, work: Callable[[], StepParts]) -> StepParts:
         """Do some work while the agents call."""
-        processes = (load.server, load.agents)
-        before = [_cpu_seconds(process) for process in processes]
-        trainer = _scheduled_seconds(self._trainer_thread)[0]
+        before = self._cpu_seconds(load)
         load.control.send(True)
         parts = work()
         load.control.send(False)
         seconds = load.control.recv()
-        after = [_cpu_seconds(process) for process in processes]
+        after = self._cpu_seconds(load)
         count = max(len(seconds), 1)
         self.seconds += seconds
-        self.server_cpu.append((after[0] - before[0]) / count)
-        self.agents_cpu.append((after[1] - before[1]) / count)
-        trainer = _scheduled_seconds(self._trainer_thread)[0] - trainer
-        self.trainer_cpu.append(trainer / count)
+        for name, values in self.cpu.items():
+            values.append((after[name] - before[name]) / count)
         time.sleep(1.0)  # for calls that are under way
         return parts
+
+    def _cpu_seconds(self, load: Load) -> dict[str, float]:
+        return {
+            "trainer": _scheduled_seconds(self._trainer_thread)[0],
+            "server": _cpu_seconds(load.server),
+            "engine": 0.0 if load.engine is None else _cpu_seconds(load.engine),
+            "agents": _cpu_seconds(load.agents),
+        }
 
     def report(self, what: str) -> None:
         """Print the calls."""
         added = statistics.median(self.seconds) - REPLY_SECONDS
-        trainer, server, agents = (
-            1e3 * statistics.median(values)
-            for values in (self.trainer_cpu, self.server_cpu, self.agents_cpu)
+        cpu = ", ".join(
+            f"{name} {1e3 * statistics.median(values):.2f} ms" for name, values in self.cpu.items()
         )
         say(
             f"{what}: {len(self.seconds)} calls, {1e3 * added:.1f} ms added at the median; CPU a"
-            f" call: trainer {trainer:.2f} ms, server {server:.2f} ms, agents {agents:.2f} ms"
+            f" call: {cpu}"
         )
 
 
@@ -336,7 +396,9 @@ def _scheduled_seconds(thread: int) -> tuple[float, float]:
 
 
 def _cpu_seconds(process: psutil.Process) -> float:
-    return sum(process.cpu_times()[:2])
+    """Seconds in which the threads of a process have run."""
+    threads = Path(f"/proc/{process.pid}/task").iterdir()
+    return sum(int((thread / "schedstat").read_text().split()[0]) for thread in threads) / 1e9
 
 
 def main() -> None:
@@ -368,30 +430,38 @@ def measure(args: argparse.Namespace, folder: Path) -> None:
         os.sched_setaffinity(0, cores[1:])  # of all that is started from here
     settings, end_token = host_settings(folder / "agents.json", args.sessions, args.nice)
     process = AgentProcess(settings)
+    urls, theirs = multiprocessing.Pipe()
+    engine = start(serve_engine, theirs, folder / "engine.json", end_token, args.nice)
     burns, theirs = multiprocessing.Pipe()
     server = start(serve_control, theirs, folder / "control.json", args.nice)
     loads = []
-    for address_file, called in (
-        (folder / "agents.json", psutil.Process(process.process_id).children()[0]),
-        (folder / "control.json", server),
+    for address_file, called, asked in (
+        (folder / "agents.json", psutil.Process(process.process_id).children()[0], engine),
+        (folder / "control.json", server, None),
+        (folder / "engine.json", engine, None),
     ):
         control, theirs = multiprocessing.Pipe()
         agents = start(play_agents, theirs, address_file, args.sessions, args.period, args.nice)
-        loads.append(Load(control, agents, called))
+        loads.append(Load(control, agents, called, asked))
     if args.apart:
         os.sched_setaffinity(0, cores[:1])
-    hosted = Hosted(process, end_token, args.sessions)
+    client = client_of(urls.recv(), process, end_token, args.sessions)
     for load in loads:
         load.control.recv()
     step = training_step(str(folder / "model"))
     step()
     machine = hardware()
     say(f"{machine['cpu']}, {machine['cores']} cores, load {machine['load_average']:.1f}")
-    idle = Calls(hosted.thread)
-    idle.turn(loads[0], lambda: steps(lambda: time.sleep(0.1), args.seconds))
+    trainer_thread = client.loop.run(_thread_number())
+    idle = Calls(trainer_thread)
+    direct = Calls(trainer_thread)
+    for _ in range(2):
+        idle.turn(loads[0], lambda: steps(lambda: time.sleep(0.1), args.seconds))
+        direct.turn(loads[2], lambda: steps(lambda: time.sleep(0.1), args.seconds))
     idle.report("the trainer waits")
-    busy = Calls(hosted.thread)
-    control_calls = Calls(hosted.thread)
+    direct.report("agents call the engine themselves")
+    busy = Calls(trainer_thread)
+    control_calls = Calls(trainer_thread)
 
     def with_agents() -> StepParts:
         return busy.turn(loads[0], lambda: steps(step, args.seconds))
@@ -400,10 +470,10 @@ def measure(args: argparse.Namespace, folder: Path) -> None:
 
     def with_control() -> StepParts:
         nonlocal burnt
-        if control_calls.server_cpu:
-            burnt += statistics.median(busy.server_cpu) - control_calls.server_cpu[-1]
+        if control_calls.cpu["server"]:
+            burnt += busy.servers_cpu - control_calls.cpu["server"][-1]
         else:
-            burnt = idle.server_cpu[0] - CONTROL_SECONDS
+            burnt = idle.servers_cpu - CONTROL_SECONDS
         burns.send(burnt)
         return control_calls.turn(loads[1], lambda: steps(step, args.seconds))
 
@@ -435,7 +505,7 @@ def measure(args: argparse.Namespace, folder: Path) -> None:
     for load in loads:
         load.control.send(None)
     burns.send(None)
-    hosted.close()
+    client.close()
 
 
 def start(function: Callable[..., None], *arguments: object) -> psutil.Process:

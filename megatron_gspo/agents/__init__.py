@@ -10,7 +10,7 @@ A run is asked for by a group of samples (`agent_source`) and played by an `agen
 `function_server`), or a runner claims the run from the `run_queue`. `agent_session` follows it to
 its end and its reward (`run_verifier`), and `run_samples` makes it a sample.
 
-All of this but the engine is in a process beside the trainer (`agent_process`; in the process
-`hosted_process` and `hosted_agents`), which is built from `host_settings` and speaks in
-`process_messages`.
+All of this but the embedded engine is in a process beside the trainer (`agent_process`; in the
+process `hosted_process` and `hosted_agents`), which is built from `host_settings`, speaks in
+`process_messages` and calls inference servers itself.
 """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -88,12 +88,11 @@ class AgentHost:
         max_call_length: int,
         *,
         opened: list[OpenRun] | None = None,
-        changed: Callable[[], None] = lambda: None,
     ) -> list[Sample]:
         """Play runs at the same time; their samples, in order.
 
         max_call_length: tokens of a reply. opened: gets the runs as they begin; one that begins
-        anew takes the place of the earlier. changed: is called after each change of what they have.
+        anew takes the place of the earlier.
         Raises what the generator raises: a run can't go on without its reply, so all are ended.
         """
         async with self._starting:
@@ -104,7 +103,7 @@ class AgentHost:
         limits = replace(self._limits, max_call_length=max_call_length)
         async with asyncio.TaskGroup() as group:
             runs = [
-                group.create_task(self._sample(request, generator, limits, opened, changed))
+                group.create_task(self._sample(request, generator, limits, opened))
                 for request in requests
             ]
         return [run.result() for run in runs]
@@ -115,7 +114,6 @@ class AgentHost:
         generator: Generator,
         limits: RunLimits,
         opened: list[OpenRun],
-        changed: Callable[[], None],
     ) -> Sample:
         run: AgentRun | None = None
 
@@ -128,10 +126,8 @@ class AgentHost:
                 limits,
                 seed=request.run_seed,
                 takes_rewards=self._verifier is None,
-                on_delivery=changed,
             )
             opened.append(run)
-            changed()
             return run
 
         async with self._free:

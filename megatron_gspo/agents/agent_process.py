@@ -2,8 +2,10 @@
 
 The endpoint would compete with the training step for the interpreter's lock. So a process of its
 own has it, with the sessions, the tokenizer, the agents' programs and the verifier
-(`hosted_process`). It asks the trainer for replies alone, because the trainer has the engine or the
-client of the servers, and sends finished samples.
+(`hosted_process`). It requests replies from the servers itself, by a client that follows the
+trainer's (`following_client`), and asks the trainer for a reply only where the engine is in the
+trainer's process. The trainer gets finished samples, and is told how far the others are when it
+asks.
 
 It ends with all agents when the trainer closes it or dies. If it dies the runs fail with an
 `EngineError`.
@@ -26,20 +28,23 @@ from megatron_gspo.agents.agent_host import OpenRun, RunRequest
 from megatron_gspo.agents.generation import CallLimits, Generator
 from megatron_gspo.agents.host_settings import HostSettings
 from megatron_gspo.agents.process_messages import (
+    Ask,
     Close,
     Failed,
+    Follow,
     Frames,
     Generate,
     Generated,
     HostMessage,
     Line,
     NotGenerated,
-    Paused,
+    OpenClient,
     Play,
     Played,
     Progress,
     Ready,
     Refused,
+    Report,
     Start,
     Stop,
     Stopped,
@@ -50,13 +55,16 @@ from megatron_gspo.agents.process_messages import (
     receive_frame,
     send_frame,
 )
+from megatron_gspo.config import SamplingParams
 from megatron_gspo.data.sample import Sample
 from megatron_gspo.errors import EngineError, InputError
+from megatron_gspo.rollout.server_engine.following_client import ClientReport, ClientSettings
+from megatron_gspo.rollout.server_engine.server_pool import PoolState
 from megatron_gspo.terminal import get_logger
 
 logger = get_logger(__name__)
 
-_PAUSE_SECONDS = 0.2  # between two looks at how long calls have been paused
+_ANSWER_SECONDS = 120.0  # for the process to answer; it may wait 30 s for servers to abort
 _CLOSE_SECONDS = 20.0  # for the process to end all runs
 _END_SECONDS = 10.0  # for its keeper to end all processes
 
@@ -68,18 +76,21 @@ class _RunsElsewhere:
     oldest_version: int | None = None
     num_tokens: int = 0
 
+    def take(self, progress: Progress) -> None:
+        self.oldest_version = progress.oldest_version
+        self.num_tokens = progress.num_tokens
+
 
 @dataclass(eq=False)
 class _Playing:
     """Runs that were asked for together.
 
-    paused_seconds: that the process knows of. calls: on their way. generator_failure: of the first
-    call that has failed. over: is set when the process plays them no more; samples, failure: how
-    that ended.
+    generator: draws replies here; None: the process requests them. calls: on their way.
+    generator_failure: of the first call that has failed. over: is set when the process plays them
+    no more; samples, failure: how that ended.
     """
 
-    generator: Generator
-    paused_seconds: float
+    generator: Generator | None
     runs: _RunsElsewhere = field(default_factory=_RunsElsewhere)
     calls: set[asyncio.Task[None]] = field(default_factory=set)
     generator_failure: Exception | None = None
@@ -97,7 +108,7 @@ class _Playing:
 
 
 class AgentProcess:
-    """`RunHost`, see the module. The coroutines run in one event loop."""
+    """`RunHost` and `ClientElsewhere`, see the module. The coroutines run in one event loop."""
 
     def __init__(self, settings: HostSettings) -> None:
         """Start the process and wait until it has built the host.
@@ -113,7 +124,7 @@ class AgentProcess:
         self._numbers = itertools.count()
         self._playings: dict[int, _Playing] = {}
         self._calls: dict[int, asyncio.Task[None]] = {}
-        self._telling: asyncio.Task[None] | None = None
+        self._questions: dict[int, asyncio.Future[ClientReport | None]] = {}
         self._failing: asyncio.Task[None] | None = None
         try:
             self._await_ready(settings)
@@ -137,25 +148,37 @@ class AgentProcess:
         opened: list[OpenRun] | None = None,
     ) -> list[Sample]:
         """See `AgentHost.samples`. Raises EngineError if the process ends."""
+        playing = _Playing(generator)
+        if opened is not None:
+            opened.append(playing.runs)
+        return await self._played(playing, requests, max_response_length, None)
+
+    async def samples_of_servers(
+        self, requests: Sequence[RunRequest], sampling: SamplingParams, opened: list[OpenRun]
+    ) -> list[Sample]:
+        """As `samples`, with replies that the process requests from the servers of its client.
+
+        sampling: its `max_response_length` is that of a reply. opened: gets all runs as one.
+        """
+        playing = _Playing(None)
+        opened.append(playing.runs)
+        return await self._played(
+            playing, requests, sampling.max_response_length, pickle.dumps(sampling)
+        )
+
+    async def _played(
+        self,
+        playing: _Playing,
+        requests: Sequence[RunRequest],
+        max_call_length: int,
+        sampling: bytes | None,
+    ) -> list[Sample]:
         await self._connect()
         if self._lost.is_set():
             raise EngineError(await self._why_it_ended())
         number = next(self._numbers)
-        playing = _Playing(generator, generator.paused_seconds)
-        if opened is not None:
-            opened.append(playing.runs)
         self._playings[number] = playing
-        if self._telling is None or self._telling.done():
-            self._telling = asyncio.ensure_future(self._tell_pauses())
-        self._send(
-            Play(
-                number,
-                pickle.dumps(requests),
-                max_response_length,
-                playing.paused_seconds,
-                reports_progress=opened is not None,
-            )
-        )
+        self._send(Play(number, pickle.dumps(requests), max_call_length, sampling))
         try:
             await playing.over.wait()
         except asyncio.CancelledError:
@@ -165,6 +188,45 @@ class AgentProcess:
         if playing.failure is not None:
             raise playing.failure
         return playing.samples
+
+    async def open_client(self, settings: ClientSettings) -> None:
+        """See `ClientElsewhere`."""
+        await self._connect()
+        await self._answer_to(OpenClient(next(self._numbers), pickle.dumps(settings)))
+
+    def follow(self, state: PoolState) -> None:
+        """See `ClientElsewhere`."""
+        self._send(Follow(state))
+
+    async def pause(self) -> ClientReport | None:
+        """See `ClientElsewhere`."""
+        return await self._answer_to(Ask(next(self._numbers), "pause"))
+
+    async def interrupt(self) -> ClientReport | None:
+        """See `ClientElsewhere`."""
+        return await self._answer_to(Ask(next(self._numbers), "interrupt"))
+
+    async def report(self) -> ClientReport | None:
+        """See `ClientElsewhere`."""
+        return await self._answer_to(Ask(next(self._numbers), "nothing"))
+
+    async def _answer_to(self, question: OpenClient | Ask) -> ClientReport | None:
+        """The report, once how far the runs are is taken from it; None if the process ends, which
+        fails the runs. Raises EngineError if it hangs."""
+        if self._lost.is_set():
+            return None
+        answer: asyncio.Future[ClientReport | None] = asyncio.get_running_loop().create_future()
+        self._questions[question.question] = answer
+        self._send(question)
+        try:
+            return await asyncio.wait_for(answer, _ANSWER_SECONDS)
+        except TimeoutError:
+            raise EngineError(
+                f"agents: the process that hosts them ({self.process_id}) has not answered for"
+                f" {_ANSWER_SECONDS:g} s; kill it and start the training again"
+            ) from None
+        finally:
+            del self._questions[question.question]
 
     async def close(self) -> None:
         """See `AgentHost.close`. Ends the process."""
@@ -223,20 +285,25 @@ class AgentProcess:
         elif isinstance(message, Withdrawn):
             if message.call in self._calls:
                 self._calls[message.call].cancel()
-        elif isinstance(message, Progress):
-            runs = self._playings[message.playing].runs
-            runs.oldest_version = message.oldest_version
-            runs.num_tokens = message.num_tokens
+        elif isinstance(message, Report):
+            for number, progress in message.progress.items():
+                self._playings[number].runs.take(progress)
+            self._answer(message.question, message.client)
         elif isinstance(message, Played):
-            self._playings.pop(message.playing).end(message.samples)
+            playing = self._playings.pop(message.playing)
+            playing.runs.take(message.progress)
+            playing.end(message.samples)
         elif isinstance(message, Failed):
             playing = self._playings.pop(message.playing)
             # The generator's error is the cause, with its class and its traceback.
             playing.end(failure=playing.generator_failure or _error_of(message))
         elif isinstance(message, Stopped):
-            self._playings.pop(message.playing).end()
+            playing = self._playings.pop(message.playing)
+            playing.runs.take(message.progress)
+            playing.end()
 
     async def _generate(self, playing: _Playing, call: Generate) -> None:
+        assert playing.generator is not None, "the process requests these replies itself"
         limits = CallLimits(call.max_tokens, call.stop)
         try:
             generation = await playing.generator.generate(
@@ -251,20 +318,15 @@ class AgentProcess:
     def _forget(self, playing: _Playing, number: int) -> None:
         playing.calls.discard(self._calls.pop(number))
 
-    async def _tell_pauses(self) -> None:
-        """Keep the process informed of `Generator.paused_seconds`."""
-        while self._playings:
-            changed = {}
-            for number, playing in self._playings.items():
-                seconds = playing.generator.paused_seconds
-                if seconds != playing.paused_seconds:
-                    changed[number] = playing.paused_seconds = seconds
-            if changed:
-                self._send(Paused(changed))
-            await asyncio.sleep(_PAUSE_SECONDS)
+    def _answer(self, question: int, report: ClientReport | None) -> None:
+        answer = self._questions.get(question)
+        if answer is not None and not answer.done():  # else nobody waits any more
+            answer.set_result(report)
 
     def _on_lost(self) -> None:
         self._lost.set()
+        for question in self._questions:
+            self._answer(question, None)
         self._failing = asyncio.ensure_future(self._fail_playings())
 
     async def _fail_playings(self) -> None:

@@ -15,7 +15,6 @@ import math
 import numbers
 import secrets
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -110,10 +109,8 @@ class AgentRun:
         generator: Generator,
         *,
         takes_rewards: bool = True,
-        on_delivery: Callable[[], None] = lambda: None,
     ) -> None:
-        """takes_rewards: whether the agent scores itself. on_delivery: is called after each
-        delivery."""
+        """takes_rewards: whether the agent scores itself."""
         self.number = number
         self.key = secrets.token_hex(16)
         self.session_id = secrets.token_hex(8)
@@ -124,7 +121,6 @@ class AgentRun:
         self.failure: BaseException | None = None
         self.over = asyncio.Event()
         self._takes_rewards = takes_rewards
-        self._on_delivery = on_delivery
         self._limits = limits
         self._rendering = rendering
         self._generator = generator
@@ -252,7 +248,6 @@ class AgentRun:
         self._last_draws = [other for other in self._last_draws if not other.node.children]
         if draw.node.trained:
             self._last_draws.append(draw)
-        self._on_delivery()
 
     def abandon(self, draw: Draw, consumer: Consumer) -> None:
         """The client has gone before it had the whole reply."""

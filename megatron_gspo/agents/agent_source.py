@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from typing import Protocol
 
 from megatron_gspo.agents.agent_host import OpenRun, RunRequest, single_error
+from megatron_gspo.agents.agent_process import AgentProcess
 from megatron_gspo.agents.engine_generators import EngineGenerator, ServerGenerator
 from megatron_gspo.agents.generation import Generator
 from megatron_gspo.config import SamplingParams
@@ -76,7 +78,29 @@ class RunHost(Protocol):
 
 
 class AgentGroups:
-    """`GroupKind` whose samples are runs; see `RunHost`."""
+    """`GroupKind` whose samples are runs of agents, for which the process that hosts them makes the
+    requests."""
+
+    def __init__(self, process: AgentProcess) -> None:
+        self.elsewhere = process
+
+    def open(
+        self, client: ResponseGenerator, prompt: Prompt, sampling: SamplingParams, seed: int
+    ) -> OpenGroup:
+        """See `GroupKind.open`."""
+        requests = run_requests([prompt], sampling, seed)
+        runs: list[OpenRun] = []
+        return RunGroup(runs, partial(self.elsewhere.samples_of_servers, requests, sampling, runs))
+
+    async def close(self) -> None:
+        """See `GroupKind.close`."""
+        await self.elsewhere.close()
+
+
+class HostedGroups:
+    """`GroupKind` whose samples are runs of a host in this process."""
+
+    elsewhere = None
 
     def __init__(self, host: RunHost) -> None:
         self._host = host
@@ -85,43 +109,36 @@ class AgentGroups:
         self, client: ResponseGenerator, prompt: Prompt, sampling: SamplingParams, seed: int
     ) -> OpenGroup:
         """See `GroupKind.open`."""
-        return AgentGroup(self._host, client, prompt, sampling, seed)
+        requests = run_requests([prompt], sampling, seed)
+        generator = ServerGenerator(client, sampling)
+        runs: list[OpenRun] = [generator]
+        length = sampling.max_response_length
+        play = partial(self._host.samples, requests, generator, length, opened=runs)
+        return RunGroup(runs, play)
 
     async def close(self) -> None:
         """See `GroupKind.close`."""
         await self._host.close()
 
 
-class AgentGroup:
+class RunGroup:
     """The runs of one prompt."""
 
-    def __init__(
-        self,
-        host: RunHost,
-        client: ResponseGenerator,
-        prompt: Prompt,
-        sampling: SamplingParams,
-        seed: int,
-    ) -> None:
-        self._host = host
-        self._generator = ServerGenerator(client, sampling)
-        self._requests = run_requests([prompt], sampling, seed)
-        self._max_response_length = sampling.max_response_length
-        self._runs: list[OpenRun] = []
+    def __init__(self, runs: list[OpenRun], play: Callable[[], Awaitable[list[Sample]]]) -> None:
+        """runs: what they have so far. play: returns their samples, in order."""
+        self._runs = runs
+        self._play = play
         self._samples: list[Sample] = []
 
     @property
     def oldest_version(self) -> int | None:
         """See `OpenGroup.oldest_version`."""
-        versions = [run.oldest_version for run in self._runs]
-        return oldest([*versions, self._generator.oldest_version])
+        return oldest([run.oldest_version for run in self._runs])
 
     async def play(self) -> None:
         """See `OpenGroup.play`."""
         with single_error():
-            self._samples = await self._host.samples(
-                self._requests, self._generator, self._max_response_length, opened=self._runs
-            )
+            self._samples = await self._play()
 
     def samples(self) -> list[Sample]:
         """See `OpenGroup.samples`."""
@@ -131,4 +148,4 @@ class AgentGroup:
         """See `OpenGroup.discard`."""
         tokens = sum(run.num_tokens for run in self._runs)
         self._runs.clear()
-        return tokens + self._generator.unfinished_tokens
+        return tokens

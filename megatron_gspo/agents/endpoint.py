@@ -126,10 +126,9 @@ class AgentEndpoint:
         *,
         seed: int,
         takes_rewards: bool = True,
-        on_delivery: Callable[[], None] = lambda: None,
     ) -> AgentRun:
         """A new run, whose replies are of `generator`. seed: 62 bits from (seed, prompt, sample).
-        takes_rewards, on_delivery: see `AgentRun`."""
+        takes_rewards: see `AgentRun`."""
         run = AgentRun(
             self._num_runs,
             seed,
@@ -137,7 +136,6 @@ class AgentEndpoint:
             self._rendering,
             generator,
             takes_rewards=takes_rewards,
-            on_delivery=on_delivery,
         )
         self._runs[run.number] = run
         self._sessions[run.session_id] = run

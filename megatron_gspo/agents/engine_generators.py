@@ -24,7 +24,7 @@ class ServerGenerator:
     """A `Generator` on the servers of a client, in whose event loop it is called.
 
     A request that fails is repeated, on another server if there is one, and a weight update
-    interrupts it, as for other responses.
+    interrupts it, as for other responses. It is an `OpenRun` of what is not delivered yet.
     """
 
     def __init__(self, client: ResponseGenerator, sampling: SamplingParams) -> None:
@@ -38,6 +38,11 @@ class ServerGenerator:
     def oldest_version(self) -> int | None:
         """The oldest weight version among the tokens of replies in flight; None without any."""
         return oldest([response.oldest_version for response in self._in_flight])
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of replies that were cancelled or are in flight."""
+        return self._cancelled_tokens + sum(response.num_tokens for response in self._in_flight)
 
     @property
     def paused_seconds(self) -> float:
@@ -59,11 +64,6 @@ class ServerGenerator:
         finally:
             self._in_flight.remove(response)
         return _generation(response.to_sample(self._client.model, lambda ids: ""), routes_start)
-
-    @property
-    def unfinished_tokens(self) -> int:
-        """Tokens of replies that were cancelled or are in flight."""
-        return self._cancelled_tokens + sum(response.num_tokens for response in self._in_flight)
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import itertools
 import logging
 import os
@@ -12,28 +13,34 @@ import random
 import socket
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from megatron_gspo.agents.agent_host import AgentHost, OpenRun, RunRequest, single_error
-from megatron_gspo.agents.generation import CallLimits, Generation
+from megatron_gspo.agents.engine_generators import ServerGenerator
+from megatron_gspo.agents.generation import CallLimits, Generation, Generator
 from megatron_gspo.agents.host_settings import HostSettings
 from megatron_gspo.agents.process_messages import (
+    Ask,
     Close,
     Failed,
+    Follow,
     Frames,
     Generate,
     Generated,
     HostMessage,
     Line,
     NotGenerated,
-    Paused,
+    OpenClient,
     Play,
     Played,
     Progress,
     Ready,
     Refused,
+    Report,
     Start,
     Stop,
     Stopped,
@@ -43,7 +50,16 @@ from megatron_gspo.agents.process_messages import (
 )
 from megatron_gspo.data.sample import Sample
 from megatron_gspo.errors import EngineError, InputError, UserError
-from megatron_gspo.terminal import log_to
+from megatron_gspo.rollout.server_engine.following_client import (
+    ClientSettings,
+    FollowingClient,
+)
+from megatron_gspo.rollout.server_engine.open_group import oldest
+from megatron_gspo.rollout.server_engine.server_pool import PoolState
+from megatron_gspo.servers.http_client import open_session
+from megatron_gspo.terminal import get_logger, log_to
+
+logger = get_logger(__name__)
 
 
 def host_agents(connection: socket.socket) -> None:
@@ -55,6 +71,18 @@ def host_agents(connection: socket.socket) -> None:
     asyncio.run(serve())
 
 
+@dataclass(eq=False)
+class _Playing:
+    """Runs that were asked for together. runs: what they have, delivered or on its way."""
+
+    samples: asyncio.Task[list[Sample]]
+    runs: list[OpenRun]
+
+    def progress(self) -> Progress:
+        versions = [run.oldest_version for run in self.runs]
+        return Progress(oldest(versions), sum(run.num_tokens for run in self.runs))
+
+
 class _HostedAgents:
     """A host, and the trainer that asks it for samples."""
 
@@ -62,8 +90,11 @@ class _HostedAgents:
         self._frames = Frames(self._receive, self._on_lost)
         self._started: asyncio.Future[Start | None] = asyncio.get_running_loop().create_future()
         self._over = asyncio.Event()
-        self._playings: dict[int, asyncio.Task[list[Sample]]] = {}
+        self._playings: dict[int, _Playing] = {}
         self._trainer = _Trainer(self._send)
+        self._client: FollowingClient | None = None
+        self._states: asyncio.Queue[PoolState] = asyncio.Queue()
+        self._tasks: set[asyncio.Task[None]] = set()
 
     async def serve(self, connection: socket.socket) -> None:
         """See `host_agents`."""
@@ -80,11 +111,13 @@ class _HostedAgents:
         else:
             self._send(Ready())
             await self._over.wait()
-            playings = list(self._playings.values())
+            playings = [playing.samples for playing in self._playings.values()]
             for playing in playings:
                 playing.cancel()
             await asyncio.gather(*playings, return_exceptions=True)
             await self._host.close()
+            if self._client is not None:
+                await self._client.close()
         self._frames.close()
 
     def _send(self, message: HostMessage) -> None:
@@ -92,13 +125,19 @@ class _HostedAgents:
 
     def _receive(self, frame: bytes) -> None:
         message = decode_trainers(frame)
-        if isinstance(message, Generated | NotGenerated | Paused):
+        if isinstance(message, Generated | NotGenerated):
             self._trainer.take(message)
         elif isinstance(message, Play):
             self._play(message)
         elif isinstance(message, Stop):
             if message.playing in self._playings:
-                self._playings[message.playing].cancel()
+                self._playings[message.playing].samples.cancel()
+        elif isinstance(message, OpenClient):
+            self._begin(self._open_client(message))
+        elif isinstance(message, Follow):
+            self._states.put_nowait(message.state)
+        elif isinstance(message, Ask):
+            self._begin(self._report(message))
         elif isinstance(message, Close):
             self._over.set()
         elif isinstance(message, Start):
@@ -115,55 +154,82 @@ class _HostedAgents:
         requests: Sequence[RunRequest] = pickle.loads(message.requests)
         if not self._playings:
             _seed_generators(requests[0])
-        self._trainer.paused_seconds[number] = message.paused_seconds
-        self._playings[number] = asyncio.ensure_future(self._samples(message, requests))
-        # Also of one that is stopped before it has begun.
-        self._playings[number].add_done_callback(lambda ended: self._answer(number, ended))
-
-    async def _samples(self, message: Play, requests: Sequence[RunRequest]) -> list[Sample]:
         runs: list[OpenRun] = []
+        generator: Generator
+        if message.sampling is None:
+            generator = _TrainerGenerator(self._trainer, number)
+        else:
+            assert self._client is not None, "it was opened before"
+            generator = ServerGenerator(self._client, pickle.loads(message.sampling))
+            runs.append(generator)
+        playing = self._samples(requests, generator, message.max_call_length, runs)
+        samples = asyncio.ensure_future(playing)
+        self._playings[number] = _Playing(samples, runs)
+        # Also of one that is stopped before it has begun.
+        samples.add_done_callback(lambda ended: self._answer(number, ended))
 
-        def tell() -> None:
-            if not message.reports_progress:
-                return
-            versions = [run.oldest_version for run in runs if run.oldest_version is not None]
-            num_tokens = sum(run.num_tokens for run in runs)
-            self._send(Progress(message.playing, min(versions, default=None), num_tokens))
-
+    async def _samples(
+        self,
+        requests: Sequence[RunRequest],
+        generator: Generator,
+        max_call_length: int,
+        runs: list[OpenRun],
+    ) -> list[Sample]:
         with single_error():
-            return await self._host.samples(
-                requests,
-                _TrainerGenerator(self._trainer, message.playing),
-                message.max_call_length,
-                opened=runs,
-                changed=tell,
-            )
+            return await self._host.samples(requests, generator, max_call_length, opened=runs)
 
     def _answer(self, number: int, ended: asyncio.Task[list[Sample]]) -> None:
         """Tell the trainer how a playing has ended."""
-        del self._playings[number]
-        del self._trainer.paused_seconds[number]
+        progress = self._playings.pop(number).progress()
         if ended.cancelled():
-            self._send(Stopped(number))
+            self._send(Stopped(number, progress))
             return
         error = ended.exception()
         if error is None:
-            self._send(Played(number, ended.result()))
+            self._send(Played(number, ended.result(), progress))
         elif isinstance(error, UserError):
             kind = "input" if isinstance(error, InputError) else "run"
             self._send(Failed(number, kind, str(error)))
         else:
             self._send(Failed(number, "bug", "".join(traceback.format_exception(error))))
 
+    def _begin(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.ensure_future(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._end)
+
+    def _end(self, task: asyncio.Task[None]) -> None:
+        """Forget a task. A bug in it ends the process: the trainer may wait for its answer."""
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.error("".join(traceback.format_exception(error)))
+            self._over.set()
+
+    async def _open_client(self, message: OpenClient) -> None:
+        settings: ClientSettings = pickle.loads(message.settings)
+        self._client = FollowingClient(settings, await open_session())
+        self._begin(self._follow(self._client))
+        self._send(Report(message.question, self._client.take_report(), {}))
+
+    async def _follow(self, client: FollowingClient) -> None:
+        while True:
+            await client.follow_state(await self._states.get())
+
+    async def _report(self, ask: Ask) -> None:
+        client = self._client
+        if client is not None and ask.first == "pause":
+            await client.pause_requests()
+        elif client is not None and ask.first == "interrupt":
+            await client.interrupt_requests()
+        found = None if client is None else client.take_report()
+        progress = {number: playing.progress() for number, playing in self._playings.items()}
+        self._send(Report(ask.question, found, progress))
+
 
 class _Trainer:
-    """The generators of the trainer.
-
-    paused_seconds: of each playing's generator, as the trainer has told last.
-    """
+    """The engine of the trainer."""
 
     def __init__(self, send: Callable[[HostMessage], None]) -> None:
-        self.paused_seconds: dict[int, float] = {}
         self._send = send
         self._calls: dict[int, asyncio.Future[Generation]] = {}
         self._numbers = itertools.count()
@@ -186,12 +252,8 @@ class _Trainer:
         finally:
             del self._calls[number]
 
-    def take(self, message: Generated | NotGenerated | Paused) -> None:
-        """What the trainer says of its generators."""
-        if isinstance(message, Paused):
-            known = self.paused_seconds.keys() & message.seconds.keys()
-            self.paused_seconds.update({playing: message.seconds[playing] for playing in known})
-            return
+    def take(self, message: Generated | NotGenerated) -> None:
+        """The answer to a call."""
         answer = self._calls.get(message.call)
         if answer is None or answer.done():  # nobody waits any more
             return
@@ -204,16 +266,13 @@ class _Trainer:
 
 
 class _TrainerGenerator:
-    """`Generator` of one playing."""
+    """`Generator` of one playing. The trainer waits for its runs, and pauses nothing."""
+
+    paused_seconds = 0.0
 
     def __init__(self, trainer: _Trainer, playing: int) -> None:
         self._trainer = trainer
         self._playing = playing
-
-    @property
-    def paused_seconds(self) -> float:
-        """See `Generator.paused_seconds`."""
-        return self._trainer.paused_seconds[self._playing]
 
     async def generate(
         self, prompt: np.ndarray, limits: CallLimits, *, seed: int, routes_start: int
@@ -245,7 +304,10 @@ def _built_host(start: Start) -> AgentHost:
     settings: HostSettings = pickle.loads(start.settings)
     # Of this thread, and of what it starts from here on: threads and processes.
     os.nice(settings.nice)
-    return settings.host()
+    host = settings.host()
+    # A collection would look at the tokenizer and all modules again, for 65 ms.
+    gc.freeze()
+    return host
 
 
 def _seed_generators(first: RunRequest) -> None:

@@ -1,7 +1,7 @@
 """What a trainer's process and the process that hosts its agents say to each other.
 
 Messages are frames of MessagePack on a socket pair; a reply to a call takes a thirtieth of the time
-that pickling it takes. What only Python can carry, a user's settings and prompts, is pickled within
+that pickling it takes. What only Python can carry, settings and a user's prompts, is pickled within
 a message of the trainer. Nothing is unpickled that comes from the other process, which may run a
 user's verifier.
 """
@@ -12,13 +12,15 @@ import asyncio
 import contextlib
 import socket
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import msgspec
 import numpy as np
 
 from megatron_gspo.agents.generation import Generation
 from megatron_gspo.data.sample import Sample
+from megatron_gspo.rollout.server_engine.following_client import ClientReport
+from megatron_gspo.rollout.server_engine.server_pool import PoolState
 
 _SIZE_BYTES = 8  # of a frame's length, in front of it
 
@@ -36,15 +38,13 @@ class Start(msgspec.Struct, tag=True):
 
 class Play(msgspec.Struct, tag=True):
     """Play runs. playing: their number in later messages. requests: a pickled sequence of
-    `RunRequest`. paused_seconds: see `Paused`.
-    reports_progress: whether `Progress` is wanted. It looks at all runs, so a playing of a whole
-    batch, whose staleness nobody asks for, goes without."""
+    `RunRequest`. sampling: pickled `SamplingParams` of replies that the process requests from the
+    servers; None: it asks the trainer for them (`Generate`)."""
 
     playing: int
     requests: bytes
     max_call_length: int
-    paused_seconds: float
-    reports_progress: bool
+    sampling: bytes | None
 
 
 class Stop(msgspec.Struct, tag=True):
@@ -68,17 +68,34 @@ class NotGenerated(msgspec.Struct, tag=True):
     reason: str
 
 
-class Paused(msgspec.Struct, tag=True):
-    """seconds: `Generator.paused_seconds`, by playing, where they have changed."""
+class OpenClient(msgspec.Struct, tag=True):
+    """Make a client of the servers. `Report` answers. settings: pickled `ClientSettings`."""
 
-    seconds: dict[int, float]
+    question: int
+    settings: bytes
+
+
+class Follow(msgspec.Struct, tag=True):
+    """Have the client follow; see `ClientElsewhere.follow`."""
+
+    state: PoolState
+
+
+class Ask(msgspec.Struct, tag=True):
+    """What the client and the runs have so far; `Report` answers. first: what the client does
+    before."""
+
+    question: int
+    first: Literal["nothing", "pause", "interrupt"]
 
 
 class Close(msgspec.Struct, tag=True):
     """End all runs, and the process."""
 
 
-TrainerMessage: TypeAlias = Start | Play | Stop | Generated | NotGenerated | Paused | Close
+TrainerMessage: TypeAlias = (
+    Start | Play | Stop | Generated | NotGenerated | OpenClient | Follow | Ask | Close
+)
 
 
 # Of the process that hosts the agents.
@@ -119,12 +136,19 @@ class Withdrawn(msgspec.Struct, tag=True):
     call: int
 
 
-class Progress(msgspec.Struct, tag=True):
-    """What the open runs of a playing have so far; see `OpenRun`."""
+class Progress(msgspec.Struct):
+    """What the runs of a playing have; see `OpenRun`."""
 
-    playing: int
     oldest_version: int | None
     num_tokens: int
+
+
+class Report(msgspec.Struct, tag=True):
+    """The answer to a question. client: None before it is made. progress: by playing."""
+
+    question: int
+    client: ClientReport | None
+    progress: dict[int, Progress]
 
 
 class Played(msgspec.Struct, tag=True):
@@ -132,6 +156,7 @@ class Played(msgspec.Struct, tag=True):
 
     playing: int
     samples: list[Sample]
+    progress: Progress
 
 
 class Failed(msgspec.Struct, tag=True):
@@ -147,10 +172,11 @@ class Stopped(msgspec.Struct, tag=True):
     """The answer to a `Stop`."""
 
     playing: int
+    progress: Progress
 
 
 HostMessage: TypeAlias = (
-    Ready | Refused | Line | Generate | Withdrawn | Progress | Played | Failed | Stopped
+    Ready | Refused | Line | Generate | Withdrawn | Report | Played | Failed | Stopped
 )
 
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from megatron_gspo.agents.agent_process import AgentProcess
 from megatron_gspo.agents.agent_run import RunLimits
-from megatron_gspo.agents.agent_source import AgentEngine, AgentGroups
+from megatron_gspo.agents.agent_source import AgentEngine, AgentGroups, HostedGroups
 from megatron_gspo.agents.function_program import FunctionProgram
 from megatron_gspo.agents.host_settings import HostSettings, Runners
 from megatron_gspo.agents.rendering import PackageRendering, Rendering, TemplateRendering
@@ -151,7 +151,7 @@ def group_kind(
         return AgentGroups(agent_process(config, shape, tokenizer))
     if environments is None:
         return RESPONSES
-    return AgentGroups(episode_host(config, shape, tokenizer, environments))
+    return HostedGroups(episode_host(config, shape, tokenizer, environments))
 
 
 def text_encoder(tokenizer: Any) -> Encode:

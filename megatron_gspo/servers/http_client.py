@@ -148,16 +148,19 @@ class ServerClient:
             avoid = f"add {urlsplit(self.url).hostname} to no_proxy to avoid it"
             where += f" (through the proxy {without_password(self._proxy)}; {avoid})"
         limits = aiohttp.ClientTimeout(total=timeout, sock_connect=min(CONNECT_SECONDS, timeout))
-        content: dict[str, Any] = {"json": body}
         headers = self._headers
+        data: AsyncIterable[bytes] | bytes | None = None
         if isinstance(body, AsyncIterable):
-            content = {"data": body}
+            data = body
+        elif body is not None:
+            data = msgspec.json.encode(body)  # long prompts: a tenth of the time of `json`
+        if data is not None:
             headers = {"Content-Type": "application/json", **self._headers}
         try:
             async with self._session.request(
                 method,
                 self.url + path,
-                **content,
+                data=data,
                 headers=headers,
                 timeout=limits,
                 allow_redirects=False,

@@ -23,7 +23,6 @@ from megatron_gspo.weight_transport.receiver.megatron_gspo_receiver import check
 from megatron_gspo.weight_transport.server_endpoints import ServerInfo, WeightEndpoints
 from megatron_gspo.weight_transport.transport import Sent, Target
 
-RECEIVER = "megatron_gspo_receiver.load"  # as the servers import it
 RECEIVER_FOLDER = Path(__file__).resolve().parent / "receiver"
 _POLL_SECONDS = 0.02  # between two looks at the servers' answers
 _CONNECT = timedelta(seconds=2)

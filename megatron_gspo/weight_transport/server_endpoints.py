@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_gspo.servers.http_client import JsonObject, ServerClient
-from megatron_gspo.weight_transport.buckets import Entry
-from megatron_gspo.weight_transport.update_group import UpdateGroup
 
+if TYPE_CHECKING:  # the process that hosts agents calls servers, and has no torch
+    from megatron_gspo.weight_transport.buckets import Entry
+    from megatron_gspo.weight_transport.update_group import UpdateGroup
+
+RECEIVER = "megatron_gspo_receiver.load"  # our receiver of weights, as SGLang's servers import it
 ADAPTERS = "policy"  # the name of the adapters that are trained, on a server
 
 

@@ -9,13 +9,11 @@ value, or a handle to memory that both processes map.
 
 from __future__ import annotations
 
-import binascii
 import collections
 import io
-import json
 import pickle
 import socket
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,12 +22,9 @@ import torch
 from torch import Tensor
 from torch.multiprocessing import reductions
 
-from megatron_gspo.servers.http_client import JsonObject
 from megatron_gspo.weight_transport.buckets import Bucket
 
-FORMAT = "flattened_bucket"
 _PROTOCOL = 3  # the last without frames, whose lengths would have to be corrected
-_PIECE = 3 << 18  # bytes encoded at a time; a multiple of 3, so that the encodings join
 _DEVICE = 6  # index of the device among the arguments of torch's rebuild_cuda_tensor
 
 
@@ -89,43 +84,6 @@ def shared_buffer(size: int, device: torch.device) -> Tensor:
     return torch.empty(0, dtype=torch.uint8).set_(
         torch.UntypedStorage._new_using_filename_cpu(size)
     )
-
-
-def json_with_base64(
-    fields: JsonObject, key: str, payloads: Iterable[Iterable[bytes | memoryview]]
-) -> Iterator[bytes]:
-    """The JSON object `fields` plus `key`: a list of the payloads in base64; in pieces of about
-    a megabyte.
-    """
-    opened = json.dumps(fields).removesuffix("}")
-    if fields:
-        opened += ","
-    yield f"{opened}{json.dumps(key)}:[".encode()
-    for number, payload in enumerate(payloads):
-        yield b'"' if number == 0 else b',"'
-        yield from base64_pieces(payload)
-        yield b'"'
-    yield b"]}"
-
-
-def base64_pieces(pieces: Iterable[bytes | memoryview]) -> Iterator[bytes]:
-    """The base64 of the pieces joined, without joining them."""
-    unencoded = b""  # fewer than the three bytes that are encoded together
-    for piece in pieces:
-        view = memoryview(piece).cast("B")
-        if unencoded:
-            missing = 3 - len(unencoded)
-            unencoded += bytes(view[:missing])
-            view = view[missing:]
-            if len(unencoded) < 3:
-                continue
-            yield binascii.b2a_base64(unencoded, newline=False)
-        whole = len(view) - len(view) % 3
-        for start in range(0, whole, _PIECE):
-            yield binascii.b2a_base64(view[start : min(start + _PIECE, whole)], newline=False)
-        unencoded = bytes(view[whole:])
-    if unencoded:
-        yield binascii.b2a_base64(unencoded, newline=False)
 
 
 def is_this_machine(host: str) -> bool:

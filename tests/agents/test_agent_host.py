@@ -36,7 +36,11 @@ def request(index: int = 0, sample: int = 0, **metadata: object) -> RunRequest:
 
 
 async def played(
-    program: Program, *requests: RunRequest, verifier: str | None = None, generator=None
+    program: Program,
+    *requests: RunRequest,
+    verifier: str | None = None,
+    generator=None,
+    max_call_length: int = 40,
 ) -> list[Sample]:
     scorer = None if verifier is None else RewardScorer(verifier, timeout=None)
     host = AgentHost(
@@ -48,7 +52,7 @@ async def played(
     )
     try:
         return await host.samples(
-            requests, generator or ScriptedGenerator(TOKENIZER, reply), max_call_length=40
+            requests, generator or ScriptedGenerator(TOKENIZER, reply), max_call_length
         )
     finally:
         await host.close()

@@ -7,23 +7,29 @@ import pytest
 
 from megatron_gspo.agents.generation import Generation
 from megatron_gspo.agents.process_messages import (
+    Ask,
     Close,
+    Follow,
     Generated,
     NotGenerated,
-    Paused,
+    OpenClient,
     Play,
     TrainerMessage,
     decode_trainers,
     encode,
 )
+from megatron_gspo.rollout.server_engine.server_pool import PoolState, ServerState
 
 
 @pytest.mark.parametrize(
     "message",
     [
-        Play(3, b"\x80requests", 64, 0.5, reports_progress=True),
+        Play(3, b"\x80requests", 64, b"\x80sampling"),
+        Play(4, b"\x80requests", 64, None),
         NotGenerated(7, True, "no server"),
-        Paused({3: 1.5, 4: 0.0}),
+        OpenClient(5, b"\x80settings"),
+        Follow(PoolState("a:3", 3, {"http://a": ServerState(False, False, "gone")}, paused=True)),
+        Ask(6, "interrupt"),
         Close(),
     ],
 )

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from megatron_gspo.agents.agent_run import RunLimits
-from megatron_gspo.agents.agent_source import AgentGroups
+from megatron_gspo.agents.agent_source import HostedGroups
 from megatron_gspo.config import SamplingParams
 from megatron_gspo.data.sample import Prompt, Sample
 from megatron_gspo.rollout.server_engine.request_stream import RequestStream
@@ -48,7 +48,7 @@ class TokenRule:
 
 
 def stream_of(setup: Setup, environments: Any) -> RequestStream:
-    return setup.client.stream(AgentGroups(host_of(environments, LIMITS)))
+    return setup.client.stream(HostedGroups(host_of(environments, LIMITS)))
 
 
 def test_episodes_on_servers_are_those_of_an_engine() -> None:

@@ -56,16 +56,23 @@ AGENTS = (
     ),
     SeededBug(
         name="the time limit of a run does not wait for the trainer",
+        file="megatron_gspo/rollout/server_engine/response_generator.py",
+        before="if state.paused:",
+        after="if False:",
+        test="tests/rollout/server_engine/test_following_client.py::test_it_follows_and_reports",
+    ),
+    SeededBug(
+        name="the process of agents does not end its requests before an update",
         file="megatron_gspo/agents/hosted_agents.py",
-        before="self.paused_seconds.update({playing: message.seconds[playing] for playing in known})",
-        after="pass",
-        test="tests/agents/test_agent_process.py::test_errors_are_those_of_the_generator_and_pauses_stop_the_clock",
+        before="await client.interrupt_requests()",
+        after="await client.pause_requests()",
+        test="tests/agents/test_agents_on_servers.py::test_an_update_interrupts_calls_there",
     ),
     SeededBug(
         name="the failure of an engine is another error for the runs of agents",
         file="megatron_gspo/agents/agent_process.py",
         before="playing.end(failure=playing.generator_failure or _error_of(message))",
         after="playing.end(failure=_error_of(message))",
-        test="tests/agents/test_agent_process.py::test_errors_are_those_of_the_generator_and_pauses_stop_the_clock",
+        test="tests/agents/test_agent_process.py::test_errors_are_those_of_the_generator",
     ),
 )

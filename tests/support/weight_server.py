@@ -39,7 +39,7 @@ from torch.distributed.distributed_c10d import (
 )
 
 from megatron_gspo.weight_transport.receiver import megatron_gspo_receiver
-from megatron_gspo.weight_transport.receiver_transport import RECEIVER
+from megatron_gspo.weight_transport.server_endpoints import RECEIVER
 
 ROOT = Path(__file__).resolve().parents[2]
 

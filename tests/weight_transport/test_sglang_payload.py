@@ -4,9 +4,7 @@ those rules forbid.
 
 from __future__ import annotations
 
-import base64
 import io
-import json
 import pickle
 import pickletools
 import subprocess
@@ -19,10 +17,8 @@ from torch import Tensor
 
 from megatron_gspo.weight_transport.buckets import Bucket, buckets
 from megatron_gspo.weight_transport.sglang_payload import (
-    base64_pieces,
     by_handle,
     by_value,
-    json_with_base64,
     shared_buffer,
 )
 
@@ -121,17 +117,3 @@ def test_by_handle_leaves_other_memory_alone() -> None:
     with pytest.raises(ValueError, match="shared_buffer"):
         by_handle(bucket)
     assert not parameter.is_shared()
-
-
-@pytest.mark.parametrize(
-    "sizes", [[0], [1], [2, 2], [3, 1, 1], [1, 1, 1, 1, 5], [10**6, 1, 2**20 + 1]]
-)
-def test_base64_of_pieces_is_that_of_the_whole(sizes: list[int]) -> None:
-    pieces = [bytes(torch.randint(0, 256, (size,), dtype=torch.uint8).tolist()) for size in sizes]
-    assert b"".join(base64_pieces(pieces)) == base64.b64encode(b"".join(pieces))
-
-
-def test_json_in_pieces() -> None:
-    body = b"".join(json_with_base64({"flush": False}, "data", [[b"ab", b"c"], [b"d"]]))
-    assert json.loads(body) == {"flush": False, "data": ["YWJj", "ZA=="]}
-    assert json.loads(b"".join(json_with_base64({}, "data", []))) == {"data": []}

@@ -9,6 +9,7 @@ from typing import Protocol
 
 from megatron_gspo.config import SamplingParams
 from megatron_gspo.data.sample import Prompt, Sample
+from megatron_gspo.rollout.server_engine.following_client import ClientElsewhere
 from megatron_gspo.rollout.server_engine.partial_response import PartialResponse
 from megatron_gspo.rollout.server_engine.response_generator import ResponseGenerator
 from megatron_gspo.rollout.server_engine.server_api import ServedModel
@@ -41,7 +42,14 @@ class OpenGroup(Protocol):
 
 
 class GroupKind(Protocol):
-    """Opens groups."""
+    """Opens groups.
+
+    elsewhere: the client that makes their requests in another process; None: the one that they are
+    opened with does.
+    """
+
+    @property
+    def elsewhere(self) -> ClientElsewhere | None: ...
 
     def open(
         self, client: ResponseGenerator, prompt: Prompt, sampling: SamplingParams, seed: int
@@ -59,6 +67,8 @@ class GroupKind(Protocol):
 
 class ResponseGroups:
     """Each sample is one response."""
+
+    elsewhere = None
 
     def open(
         self, client: ResponseGenerator, prompt: Prompt, sampling: SamplingParams, seed: int

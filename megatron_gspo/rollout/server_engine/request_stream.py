@@ -19,6 +19,7 @@ from megatron_gspo.data.sample import Prompt, Sample
 from megatron_gspo.rollout.server_engine.open_group import RESPONSES, GroupKind, OpenGroup
 from megatron_gspo.rollout.server_engine.response_generator import ResponseGenerator
 from megatron_gspo.rollout.server_engine.server_pool import NoServerError
+from megatron_gspo.servers.http_client import EventLoop
 
 _POLL_SECONDS = 0.5  # between two checks of the pool while no group finishes
 
@@ -69,11 +70,13 @@ class _Started:
 class RequestStream:
     """The groups of one client, as the module says."""
 
-    def __init__(self, client: ResponseGenerator, kind: GroupKind = RESPONSES) -> None:
-        """kind: what a group is."""
+    def __init__(
+        self, client: ResponseGenerator, loop: EventLoop, kind: GroupKind = RESPONSES
+    ) -> None:
+        """loop: in which the client's coroutines run. kind: what a group is."""
         self._client = client
         self._kind = kind
-        self._loop = client.loop
+        self._loop = loop
         self._groups: dict[int, _Started] = {}
         self._num_tickets = 0
         self._changed = asyncio.Event()
@@ -156,6 +159,7 @@ class RequestStream:
         if pool.paused:
             await pool.resume()
         while True:
+            await self._client.hear()
             if self._failure is not None:
                 raise self._failure
             self._changed.clear()
@@ -172,6 +176,7 @@ class RequestStream:
         return chosen
 
     async def _progress(self) -> list[Progress]:
+        await self._client.hear()
         self._changed.clear()
         return [
             Progress(started.ticket, started.finished, started.group.oldest_version)
@@ -181,6 +186,7 @@ class RequestStream:
     async def _wait_for_change(self, seconds: float) -> None:
         if self._client.pool.paused:
             await self._client.pool.resume()
+        await self._client.hear()
         if self._failure is None and not all(group.finished for group in self._groups.values()):
             self._check_servers(time.monotonic())
             await self._wait(seconds)

@@ -26,9 +26,9 @@ from megatron_gspo.rollout.server_engine.server_api import (
     ServedModel,
     ServerAPI,
 )
-from megatron_gspo.rollout.server_engine.server_pool import PooledServer, ServerPool
+from megatron_gspo.rollout.server_engine.server_pool import PooledServer, PoolState, ServerPool
 from megatron_gspo.servers.backoff import Backoff
-from megatron_gspo.servers.http_client import EventLoop, ServerClient, ServerError
+from megatron_gspo.servers.http_client import ServerClient, ServerError
 
 _MIN_PREFILL_TOKENS = 64  # shorter prompts are not prefilled before the samples of their group
 _BACKOFF = Backoff(0.5, longest=15.0)
@@ -41,7 +41,7 @@ class _StaleResponse(EngineError):
 
 
 class ResponseGenerator:
-    """The requests of one client. Coroutines run in `loop`, the other methods in the training thread.
+    """The requests of one client, in one event loop.
 
     counts: events since they were last read, by the names of docs/metrics.md. current_version:
     training version of the pool's weight version. decode: token ids of a response to its text.
@@ -50,14 +50,12 @@ class ResponseGenerator:
 
     def __init__(
         self,
-        loop: EventLoop,
         pool: ServerPool,
         model: ServedModel,
         api: ServerAPI,
         decode: Callable[[list[int]], str],
         config: ServerConfig,
     ) -> None:
-        self.loop = loop
         self.pool = pool
         self.model = model
         self.api = api
@@ -139,25 +137,30 @@ class ResponseGenerator:
                 return None
             return server
 
-    def pause(self) -> None:
+    async def follow_state(self, state: PoolState) -> None:
+        """Take over the state of the client that this one follows."""
+        self.current_version = state.training_version
+        await self.pool.follow(state.version, state.servers)
+        if state.paused:
+            await self.pool.pause()
+        else:
+            await self.pool.resume()
+
+    async def hear(self) -> None:
+        """Learn from clients that request for this one elsewhere what they have found."""
+
+    async def pause_requests(self) -> None:
         """Start no request until `pool.resume()`; those in flight may come back without a
         token, by anyone's abort.
         """
-        self.loop.run(self._pause())
-
-    async def _pause(self) -> None:
         await self.pool.pause()
         self._interruptions += 1
 
-    def interrupt(self) -> None:
-        """`pause`, and have the servers of requests in flight return what they have generated;
-        the other clients are paused.
-        """
-        self.loop.run(self.interrupt_requests())
-
     async def interrupt_requests(self) -> None:
-        """See `interrupt`."""
-        await self._pause()
+        """`pause_requests`, and have the servers of requests in flight return what they have
+        generated; the other clients are paused.
+        """
+        await self.pause_requests()
         loop = asyncio.get_running_loop()
         deadline = loop.time() + _ABORT_SECONDS
         while busy := [server for server in self.pool.servers if server.tasks]:

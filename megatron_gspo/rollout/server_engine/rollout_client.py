@@ -12,12 +12,18 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
 from megatron_gspo.config import ServerConfig
 from megatron_gspo.errors import EngineError, first_line
+from megatron_gspo.rollout.server_engine.following_client import (
+    ClientElsewhere,
+    ClientReport,
+    ClientSettings,
+    server_clients,
+)
 from megatron_gspo.rollout.server_engine.open_group import RESPONSES, GroupKind
 from megatron_gspo.rollout.server_engine.request_stream import RequestStream
 from megatron_gspo.rollout.server_engine.response_generator import ResponseGenerator
@@ -26,9 +32,8 @@ from megatron_gspo.rollout.server_engine.server_api import (
     ServedModel,
     ServerAPI,
 )
-from megatron_gspo.rollout.server_engine.server_pool import PooledServer, ServerPool, ServerState
+from megatron_gspo.rollout.server_engine.server_pool import PooledServer, PoolState, ServerPool
 from megatron_gspo.servers.http_client import EventLoop, ServerClient, ServerError, open_session
-from megatron_gspo.servers.server_launch import read_api_key
 from megatron_gspo.servers.server_processes import LocalServers
 from megatron_gspo.terminal import get_logger
 
@@ -50,24 +55,12 @@ COUNTS = (
 """Events that `RolloutClient.take_counts` counts."""
 
 
-@dataclass(frozen=True)
-class PoolState:
-    """State of the servers that rank 0 sends to the other clients."""
-
-    version: str | None
-    """Version of the weights, as the servers report it."""
-
-    training_version: int
-    """Version of the same weights, as the trainer counts them."""
-
-    servers: dict[str, ServerState]
-
-
 class RolloutClient(ResponseGenerator):
     """See the module. The methods are called from the training thread; coroutines run in the event
     loop.
 
-    memory_released: whether the servers have released their GPU memory, with the weights in it.
+    loop: in which the coroutines run. memory_released: whether the servers have released their GPU
+    memory, with the weights in it.
     """
 
     def __init__(
@@ -103,21 +96,53 @@ class RolloutClient(ResponseGenerator):
         self._log = log
         self._owner = number == 0
         self._processes = processes
-        loop = EventLoop()
-        self.session = loop.run(open_session())
-        key = read_api_key(config)
-        servers = [
-            ServerClient(url, self.session, api_key=key) for url in [*urls[start:], *urls[:start]]
-        ]
-        pool = ServerPool(servers, config, api, owner=self._owner, processes=processes, log=log)
-        super().__init__(loop, pool, model, api, decode, config)
+        self._settings = ClientSettings((*urls[start:], *urls[:start]), config, model, api)
+        self._elsewhere: list[ClientElsewhere] = []
+        self._told: PoolState | None = None
+        self._busy_elsewhere = [0.0] * len(urls)
+        self.loop = EventLoop()
+        self.session = self.loop.run(open_session())
+        pool = ServerPool(
+            server_clients(self._settings.urls, self.session, config),
+            config,
+            api,
+            owner=self._owner,
+            processes=processes,
+            log=log,
+            changed=self._tell_elsewhere,
+        )
+        super().__init__(pool, model, api, decode, config)
         self._monitor = self._start_monitor()
 
     def stream(self, kind: GroupKind = RESPONSES) -> RequestStream:
         """A new stream of groups. kind: what a group is."""
         if kind not in self._kinds:
             self._kinds.append(kind)
-        return RequestStream(self, kind)
+            if kind.elsewhere is not None:
+                self.loop.run(self._open_elsewhere(kind.elsewhere))
+        return RequestStream(self, self.loop, kind)
+
+    def pause(self) -> None:
+        """See `pause_requests`."""
+        self.loop.run(self.pause_requests())
+
+    def interrupt(self) -> None:
+        """See `interrupt_requests`."""
+        self.loop.run(self.interrupt_requests())
+
+    async def pause_requests(self) -> None:
+        """See `ResponseGenerator.pause_requests`; elsewhere too."""
+        await super().pause_requests()
+        await self._take_reports([client.pause() for client in self._elsewhere])
+
+    async def interrupt_requests(self) -> None:
+        """See `ResponseGenerator.interrupt_requests`; elsewhere too."""
+        await super().interrupt_requests()
+        await self._take_reports([client.interrupt() for client in self._elsewhere])
+
+    async def hear(self) -> None:
+        """See `ResponseGenerator.hear`."""
+        await self._take_reports([client.report() for client in self._elsewhere])
 
     def reports(self) -> np.ndarray:
         """[2, servers] int64, by URL ascending: whether requests are in flight, and whether one
@@ -128,8 +153,10 @@ class RolloutClient(ResponseGenerator):
         """
 
         async def read() -> np.ndarray:
+            asked = time.monotonic()
+            await self.hear()
             servers = sorted(self.pool.servers, key=lambda server: server.url)
-            busy = [bool(server.tasks) for server in servers]
+            busy = [bool(server.tasks) or server.busy_elsewhere_at >= asked for server in servers]
             stale = [server.found_stale for server in servers]
             for server in servers:
                 server.found_stale = False
@@ -155,31 +182,30 @@ class RolloutClient(ResponseGenerator):
         """The owner's states of the servers."""
 
         async def read() -> PoolState:
-            return PoolState(self.pool.version, self.current_version, self.pool.states())
+            return self._state()
 
         return self.loop.run(read())
 
     def follow(self, state: PoolState) -> None:
         """Take over the owner's states, and start requests again."""
 
-        async def take() -> None:
-            self.current_version = state.training_version
-            await self.pool.follow(state.version, state.servers)
-            await self.pool.resume()
-
-        self.loop.run(take())
+        self.loop.run(self.follow_state(replace(state, paused=False)))
 
     def take_counts(self) -> list[int]:
         """The number of each of `COUNTS` since the last call."""
+        self.loop.run(self.hear())
         counts = [self.counts[name] for name in COUNTS]
         self.counts = Counter()
         return counts
 
     def take_busy_seconds(self) -> list[float]:
-        """See `ServerPool.take_busy_seconds`."""
+        """See `ServerPool.take_busy_seconds`. Elsewhere: up to the last `hear`."""
 
         async def take() -> list[float]:
-            return self.pool.take_busy_seconds()
+            elsewhere = self._busy_elsewhere
+            self._busy_elsewhere = [0.0] * len(elsewhere)
+            here = self.pool.take_busy_seconds()
+            return [max(seconds) for seconds in zip(here, elsewhere, strict=True)]
 
         return self.loop.run(take())
 
@@ -339,19 +365,48 @@ class RolloutClient(ResponseGenerator):
         await self.pool.set_version(version, updated)
 
     def _start_monitor(self) -> Future:
-        """Watch the servers until `close`. An end by a bug, which would go unnoticed, is logged."""
+        """Watch the servers until `close`."""
+        return self.loop.spawn(self.pool.monitor())
 
-        def report(ended: Future) -> None:
-            if not ended.cancelled() and (error := ended.exception()) is not None:
-                reason = f"{type(error).__name__}: {first_line(error)}"
-                self._log(
-                    f"the servers are no longer monitored ({reason}): stop the run and start it"
-                    " again"
-                )
+    def _state(self) -> PoolState:
+        return PoolState(
+            self.pool.version, self.current_version, self.pool.states(), self.pool.paused
+        )
 
-        future = self.loop.spawn(self.pool.monitor())
-        future.add_done_callback(report)
-        return future
+    async def _open_elsewhere(self, client: ClientElsewhere) -> None:
+        await client.open_client(self._settings)
+        self._elsewhere.append(client)
+        client.follow(self._state())
+
+    def _tell_elsewhere(self) -> None:
+        """The pool has changed."""
+        if not self._elsewhere:
+            return
+        state = self._state()
+        if state != self._told:
+            self._told = state
+            for client in self._elsewhere:
+                client.follow(state)
+
+    async def _take_reports(self, asked: Sequence[Awaitable[ClientReport | None]]) -> None:
+        for report in await asyncio.gather(*asked):
+            if report is not None:
+                await self._take_report(report)
+
+    async def _take_report(self, report: ClientReport) -> None:
+        """Treat what a client elsewhere has found as if this one had."""
+        now = time.monotonic()
+        servers = sorted(self.pool.servers, key=lambda server: server.url)
+        for i, (server, found) in enumerate(zip(servers, report.servers, strict=True)):
+            self._busy_elsewhere[i] += found.busy_seconds
+            server.last_response = max(server.last_response, found.last_response)
+            if found.busy:
+                server.busy_elsewhere_at = now
+            if found.stale:
+                await self.pool.mark_stale(server, "it answered with other weights")
+            if found.fault and server.alive:
+                await self.pool.mark_down(server, found.fault)
+        self.counts.update(report.counts)
 
     def close(self) -> None:
         """End the requests, and stop the started servers. May be called again."""

@@ -51,6 +51,22 @@ class ServerState:
     """Why it is down."""
 
 
+@dataclass(frozen=True)
+class PoolState:
+    """What one client says of its pool to another, which follows it."""
+
+    version: str | None
+    """Version of the weights, as the servers report it."""
+
+    training_version: int
+    """Version of the same weights, as the trainer counts them."""
+
+    servers: dict[str, ServerState]
+
+    paused: bool = False
+    """Whether no request may start."""
+
+
 @dataclass
 class PooledServer:
     """A server and its state."""
@@ -126,6 +142,7 @@ class ServerPool:
         owner: bool = True,
         processes: LocalServers | None = None,
         log: Callable[[str], None] = lambda line: None,
+        changed: Callable[[], None] = lambda: None,
     ) -> None:
         """A pool of servers that are all taken to be up.
 
@@ -133,6 +150,7 @@ class ServerPool:
             owner: whether this client decides about the servers' states; else it follows another.
             processes: started servers, which `monitor` watches too.
             log: takes a line for each server that is removed or returns.
+            changed: is called after a change of what `states`, `version` or `paused` say.
         """
         self.servers = [PooledServer(client) for client in clients]
         self.version: str | None = None
@@ -144,6 +162,7 @@ class ServerPool:
         self._owner = owner
         self._processes = processes
         self._log = log
+        self._tell_change = changed
         self._checks_running = 0
         self._changed = asyncio.Condition()
 
@@ -229,6 +248,7 @@ class ServerPool:
 
     async def notify(self) -> None:
         """Wake the tasks that wait for a server or for a state change."""
+        self._tell_change()
         async with self._changed:
             self._changed.notify_all()
 
@@ -330,12 +350,18 @@ class ServerPool:
 
     async def monitor(self) -> None:
         """Check every server until cancelled: one that does not respond is removed, one that
-        returns needs weights.
+        returns needs weights. An end by a bug, which would go unnoticed, is logged.
         """
         watches = [self._monitor(server) for server in self.servers]
         if self._processes is not None:
             watches.append(self._monitor_processes(self._processes))
-        await asyncio.gather(*watches)
+        try:
+            await asyncio.gather(*watches)
+        except Exception as error:
+            reason = f"{type(error).__name__}: {first_line(error)}"
+            self._log(
+                f"the servers are no longer monitored ({reason}): stop the run and start it again"
+            )
 
     async def _monitor_processes(self, processes: LocalServers) -> None:
         by_url = {server.url: server for server in self.servers}

@@ -7,8 +7,7 @@ import json
 import pickle
 from collections.abc import AsyncIterable, AsyncIterator, Iterable, Mapping, Sequence
 from pathlib import Path
-
-import torch
+from typing import TYPE_CHECKING
 
 from megatron_gspo.config import SamplingParams
 from megatron_gspo.rollout.server_engine.endpoint_answers import (
@@ -28,12 +27,14 @@ from megatron_gspo.rollout.server_engine.server_api import (
 from megatron_gspo.rollout.sglang import response_parser
 from megatron_gspo.servers.http_client import JsonObject, ServerClient, ServerError
 from megatron_gspo.servers.server_launch import release
-from megatron_gspo.weight_transport.buckets import Entry
-from megatron_gspo.weight_transport.receiver_transport import RECEIVER
-from megatron_gspo.weight_transport.server_endpoints import ADAPTERS, ServerInfo
-from megatron_gspo.weight_transport.sglang_payload import FORMAT, json_with_base64
-from megatron_gspo.weight_transport.update_group import UpdateGroup
+from megatron_gspo.weight_transport.base64_json import json_with_base64
+from megatron_gspo.weight_transport.server_endpoints import ADAPTERS, RECEIVER, ServerInfo
 
+if TYPE_CHECKING:  # the process that hosts agents calls servers, and has no torch
+    from megatron_gspo.weight_transport.buckets import Entry
+    from megatron_gspo.weight_transport.update_group import UpdateGroup
+
+FORMAT = "flattened_bucket"  # of weights; see `sglang_payload`
 _PATH = "/generate"
 _ADAPTER_TENSORS = (0, 5, 17)  # before, adapters in a request have another form
 _FLUSH_POLL_SECONDS = 0.05  # between two flushes of a server whose requests are still ending
@@ -239,6 +240,8 @@ class SGLangAPI(ServerAPI):
         self, server: ServerClient, requests: Sequence[JsonObject], *, timeout: float
     ) -> None:
         """See `WeightEndpoints.receive`."""
+        import torch
+
         texts = [
             torch.tensor(list(json.dumps(request).encode()), dtype=torch.uint8)
             for request in requests

@@ -24,7 +24,8 @@ from megatron_gspo.servers.server_launch import (
     product_of_sizes,
     server_environment,
 )
-from megatron_gspo.weight_transport.receiver_transport import RECEIVER, RECEIVER_FOLDER
+from megatron_gspo.weight_transport.receiver_transport import RECEIVER_FOLDER
+from megatron_gspo.weight_transport.server_endpoints import RECEIVER
 
 _CPU_OVERLAP_VERSION = (0, 5, 23)  # earlier versions overwrite routed experts while they are copied
 _FREEZE_SECONDS = 2.0  # timeout of /freeze_gc
