@@ -61,12 +61,10 @@ class StepRouting:
                 metrics["routing/load_imbalance"] = float(
                     (self.old.load.max(1) / self.old.load.mean(1)).mean()
                 )
-        for name, shares in (
-            ("routing/selection_flip_rate", self.selections_changed),
-            ("routing/rollout_selection_flip_rate", self.selections_unlike_rollout),
-        ):
-            if measured := [share for share in shares if share is not None]:
-                metrics[name] = float(np.mean(measured))
+        if changed := [share for share in self.selections_changed if share is not None]:
+            metrics["routing/selection_flip_rate"] = float(np.mean(changed))
+        if unlike := [share for share in self.selections_unlike_rollout if share is not None]:
+            metrics["routing/rollout_selection_flip_rate"] = float(np.mean(unlike))
         if metrics or self.bytes_stored:
             metrics["routing/replay_bytes"] = float(self.bytes_stored)
             metrics["routing/bytes_moved"] = float(self.bytes_moved)
