@@ -41,7 +41,9 @@ def main() -> None:
         metavar="CONFIG",
         help="rehearse these ready configs; without a name, all that have no figures",
     )
-    parser.add_argument("--ranks", default="all-roles", help="as those of megatron-gspo rehearse")
+    parser.add_argument(
+        "--ranks", default="stages", help="as those of megatron-gspo rehearse (default: stages)"
+    )
     arguments = parser.parse_args()
     rehearsals = read_rehearsals()
     configs = ready_configs()

@@ -86,25 +86,19 @@ def wrapped(command: str) -> str:
 def layouts(configs: Sequence[ReadyConfig], rehearsals: Mapping[str, Rehearsed]) -> str:
     """A row for each config."""
     rows = []
-    some = []
     for ready in configs:
         file = ready.file.relative_to(ROOT).as_posix()
         link = f"[{ready.name}](../../{file})"
         gpus = f"{ready.world} x {ready.memory}, {ready.servers}"
         row = [link, gpus, name_of(ready.config.parallel)]
-        figures = rehearsals.get(ready.name)
-        if figures is None:
+        if ready.name not in rehearsals:
             rows.append([*row, "", "", ""])
             continue
-        sizes = [f"{size / GIB:.1f}" for size in (figures.states, figures.peak)]
+        figures = rehearsals[ready.name].figures
+        sizes = [f"{size / GIB:.1f}" for size in (figures.state_bytes, figures.peak)]
         rows.append([*row, *sizes, f"{figures.seconds:.0f}"])
-        if len(figures.ranks) < figures.roles:
-            ranks = ", ".join(map(str, figures.ranks))
-            some.append(f"{ready.model} on rank{'s' * (len(figures.ranks) > 1)} {ranks}")
     text = table(["config", "GPUs, servers", "layout", "states, GiB", "peak", "step, s"], rows)
     notes = ["[What the figures are](../models.md#figures)."]
-    if some:
-        notes.append(f"Not on every role: {'; '.join(some)}.")
     return f"{text}\n\n{filled(' '.join(notes))}"
 
 

@@ -14,7 +14,7 @@ from megatron_gspo.tools.plan.layouts import name_of
 from megatron_gspo.tools.rehearse.rank_processes import RankJob, default_jobs, rehearse_ranks
 from megatron_gspo.tools.rehearse.records import RankRecord
 from megatron_gspo.tools.rehearse.roles import choose_ranks
-from megatron_gspo.tools.rehearse.step_figures import step_figures
+from megatron_gspo.tools.rehearse.step_figures import StepFigures, step_figures
 
 RESULTS = ROOT / "benchmarks" / "results" / "rehearsals.json"
 
@@ -22,28 +22,12 @@ RESULTS = ROOT / "benchmarks" / "results" / "rehearsals.json"
 @dataclass(frozen=True)
 class Rehearsed:
     """One config. setting: what the figures depend on, see `setting_of`. ranks: that were
-    rehearsed; roles: of how many roles. Bytes of the fullest of them, seconds of the slowest.
+    rehearsed.
     """
 
     setting: dict[str, Any]
     ranks: tuple[int, ...]
-    roles: int
-    weights: int
-    gradients: int
-    optimizer: int
-    activations: int
-    peak: int
-    compute: float
-    communication: float
-    bubble: float
-
-    @property
-    def states(self) -> int:
-        return self.weights + self.gradients + self.optimizer
-
-    @property
-    def seconds(self) -> float:
-        return self.compute + self.communication + self.bubble
+    figures: StepFigures
 
 
 def setting_of(ready: ReadyConfig) -> dict[str, Any]:
@@ -61,7 +45,7 @@ def setting_of(ready: ReadyConfig) -> dict[str, Any]:
     }
 
 
-def rehearse_config(ready: ReadyConfig, ranks: str = "all-roles") -> Rehearsed:
+def rehearse_config(ready: ReadyConfig, ranks: str = "stages") -> Rehearsed:
     """Rehearse some of its ranks, as ``megatron-gspo rehearse --ranks``: about a minute of a core
     for each. Raises ``RuntimeError`` for a rank that fails.
     """
@@ -78,27 +62,15 @@ def rehearse_config(ready: ReadyConfig, ranks: str = "all-roles") -> Rehearsed:
 def rehearsed_of(ready: ReadyConfig, records: Sequence[RankRecord]) -> Rehearsed:
     """The figures of a config from the records of ranks."""
     figures = step_figures(ready.config, ready.world, ready.gpu, records)
-    return Rehearsed(
-        setting=setting_of(ready),
-        ranks=tuple(record.rank for record in records),
-        roles=len(choose_ranks(ready.config.parallel, ready.world)),
-        weights=figures.states["weights"],
-        gradients=figures.states["gradients"],
-        optimizer=figures.states["optimizer"],
-        activations=figures.activations,
-        peak=figures.peak,
-        compute=round(figures.compute, 2),
-        communication=round(figures.communication, 2),
-        bubble=round(figures.bubble, 2),
-    )
+    return Rehearsed(setting_of(ready), tuple(record.rank for record in records), figures)
 
 
 def read_rehearsals() -> dict[str, Rehearsed]:
     """By the name of the config."""
     data = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
     return {
-        name: Rehearsed(**(fields | {"ranks": tuple(fields["ranks"])}))
-        for name, fields in data.items()
+        name: Rehearsed(stored["setting"], tuple(stored["ranks"]), StepFigures(**stored["figures"]))
+        for name, stored in data.items()
     }
 
 

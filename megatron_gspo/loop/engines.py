@@ -5,11 +5,12 @@ from __future__ import annotations
 import functools
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -33,6 +34,7 @@ from megatron_gspo.environments.episodes import (
 from megatron_gspo.errors import first_line
 from megatron_gspo.loop.weight_handles import handle_sources
 from megatron_gspo.mcore.process_groups import compute_device, current_groups
+from megatron_gspo.mcore.routing_replay.selections import Query
 from megatron_gspo.mcore.weight_sources import default_sources
 from megatron_gspo.models import ModelShape, family_of, read_config
 from megatron_gspo.models.adapter_rules import linear_names
@@ -436,12 +438,18 @@ def embedded_engine(config: Config, shape: ModelShape, tokenizer: Any) -> Embedd
             keep_special_tokens=config.data.keep_special_tokens,
             max_batch=config.rollout.max_batch_size,
             return_routed_experts=config.routing.needs_rollout_routes,
+            record_selections=config.routing.metrics and shape.indexer is not None,
             top_log_probs=config.algorithm.score_centering,
         )
     except ValueError as error:
         problem = f"the embedded engine refuses it: {first_line(error)}"
         fix = "fix it or use another model"
         raise ConfigError("model.path", config.model.path, problem, fix) from error
+
+
+def rollout_selections(engine: RolloutEngine | None) -> Mapping[Query, np.ndarray]:
+    """`EmbeddedEngine.selections` of the engine in this rank; servers return none."""
+    return engine.selections if isinstance(engine, EmbeddedEngine) else {}
 
 
 def perturb_rollout(engine: RolloutEngine | None, perturbation: Perturbation) -> None:

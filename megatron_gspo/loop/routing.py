@@ -10,7 +10,7 @@ measured.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -31,9 +31,11 @@ from megatron_gspo.mcore.routing_replay.gather_results import (
 )
 from megatron_gspo.mcore.routing_replay.micro_batch_routes import MicroBatchRoutes, ReplayOptions
 from megatron_gspo.mcore.routing_replay.selections import (
+    Query,
     SampledSelections,
     changed_counts,
     changed_shares,
+    rollout_counts,
 )
 from megatron_gspo.parallel.rank_zero import first_failure
 from megatron_gspo.routing_replay.perturbation import Perturbation, PerturbedPass
@@ -76,12 +78,16 @@ class RoutingReplay:
     selected_positions: int = 0
     """Positions that a query selects in sparse attention; 0 without."""
 
+    rollout_selections: Mapping[Query, np.ndarray] = field(default_factory=dict)
+    """Of sparse attention, what the rollout engine in this rank selected."""
+
     measured: StepRouting = field(default_factory=StepRouting)
     """What the step measured so far; statistics of its passes from `measure_passes` on."""
 
     _of_old_policy: list[RoutingCounts] = field(default_factory=list)
     _of_updates: list[RoutingCounts] = field(default_factory=list)
     _changed_selections: list[Tensor] = field(default_factory=list)
+    _of_rollout: list[Tensor] = field(default_factory=list)
 
     old_selections: list[SampledSelections] = field(default_factory=list)
     """Of the old policy's pass."""
@@ -186,6 +192,9 @@ class RoutingReplay:
                 if self.config.metrics:
                     self._of_old_policy.append(routing_counts(done))
                     self.old_selections = selections_of(done)
+                    if self.selected_positions:
+                        of_engine = self.rollout_selections if self.same_routers else {}
+                        self._of_rollout = [rollout_counts(self.old_selections, of_engine)]
                 if self._compares_rollout:
                     check_route_agreement(
                         done, batch.select(positions), same_routers=self.same_routers
@@ -243,8 +252,10 @@ class RoutingReplay:
             return
         with timers("routing"):
             stats = routing_stats(passes)
-            if self._changed_selections:
-                self.measured.selections_changed = changed_shares(self._changed_selections)
+            if counts := [*self._of_rollout, *self._changed_selections]:
+                shares = changed_shares(counts)
+                self.measured.selections_unlike_rollout = shares[: len(self._of_rollout)]
+                self.measured.selections_changed = shares[len(self._of_rollout) :]
         if self._of_old_policy:
             self.measured.old = stats.pop(0)
         self.measured.updates = stats

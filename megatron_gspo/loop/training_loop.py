@@ -21,7 +21,7 @@ from megatron_gspo.loop.checkpoints import CheckpointManager, LoopState, resume
 from megatron_gspo.loop.collapse_guard import collapse_guard
 from megatron_gspo.loop.critic import run_critic_steps, with_values
 from megatron_gspo.loop.distillation import with_teacher_advantages, with_teacher_scores
-from megatron_gspo.loop.engines import generation_gpus, perturb_rollout
+from megatron_gspo.loop.engines import generation_gpus, perturb_rollout, rollout_selections
 from megatron_gspo.loop.evaluation import evaluate, is_evaluation_due
 from megatron_gspo.loop.generation import DataCursor, RolloutGenerator
 from megatron_gspo.loop.hf_export import export, export_adapters
@@ -202,6 +202,7 @@ def train_step(
         cursor = rollout.cursor
         if config.training.only is None:
             cursor = generator.prepare_for_training(step, cursor)
+    routing.rollout_selections = rollout_selections(run.engine)
     callback_metrics = callbacks.after_rollout(step, rollout.batch) if callbacks else {}
     seed_generators(config.seed, step, UPDATE)
     groups = run.policy.groups

@@ -31,6 +31,9 @@ class StepRouting:
     """Of each update, the share of sparse attention's selected positions that differ from the old
     policy's; None where no sampled query was in both passes."""
 
+    selections_unlike_rollout: list[float | None] = field(default_factory=list)
+    """The same between the old policy's pass and the rollout engine, where there was a pass."""
+
     missing_routes: int = 0
     """Tokens whose route the rollout engine doesn't return."""
 
@@ -60,6 +63,8 @@ class StepRouting:
                 )
         if changed := [share for share in self.selections_changed if share is not None]:
             metrics["routing/selection_flip_rate"] = float(np.mean(changed))
+        if unlike := [share for share in self.selections_unlike_rollout if share is not None]:
+            metrics["routing/rollout_selection_flip_rate"] = float(np.mean(unlike))
         if metrics or self.bytes_stored:
             metrics["routing/replay_bytes"] = float(self.bytes_stored)
             metrics["routing/bytes_moved"] = float(self.bytes_moved)

@@ -6,13 +6,21 @@ import re
 
 import pytest
 
+from benchmarks.family_pages import rehearsed
 from benchmarks.family_pages.facts import ROOT, read_facts
 from benchmarks.family_pages.page import all_pages, layouts
 from benchmarks.family_pages.ready_configs import ReadyConfig, ready_configs
-from benchmarks.family_pages.rehearsed import Rehearsed, read_rehearsals, rehearsed_of, setting_of
+from benchmarks.family_pages.rehearsed import (
+    read_rehearsals,
+    rehearsed_of,
+    setting_of,
+    write_rehearsals,
+)
 from megatron_gspo.gpus import GIB, RUNTIME_BYTES
 from megatron_gspo.models import read_config
 from megatron_gspo.models.families import FAMILIES
+from megatron_gspo.tools.rehearse.roles import choose_ranks
+from megatron_gspo.tools.rehearse.step_figures import StepFigures
 from tests.equivalence.measure import MODELS
 from tests.tools.rehearse.handmade import memory, point, record
 
@@ -48,7 +56,9 @@ def test_every_family_and_every_ready_config_has_one_page() -> None:
 def test_figures_are_those_of_the_config_and_fit(name: str) -> None:
     ready = config(name)
     assert REHEARSALS[name].setting == setting_of(ready), f"{name}: rehearse it again"
-    assert REHEARSALS[name].peak + RUNTIME_BYTES < ready.gpu.memory
+    assert REHEARSALS[name].figures.peak + RUNTIME_BYTES < ready.gpu.memory
+    stages = {played.rank for played in choose_ranks(ready.config.parallel, ready.world, "stages")}
+    assert stages <= set(REHEARSALS[name].ranks)
 
 
 def test_the_peaks_of_the_readme_are_rehearsed() -> None:
@@ -60,7 +70,7 @@ def test_the_peaks_of_the_readme_are_rehearsed() -> None:
     assert len(rows) >= 4
     for name, peak in rows:
         if name in REHEARSALS:
-            assert f"{REHEARSALS[name].peak / GIB:.1f}" == peak, name
+            assert f"{REHEARSALS[name].figures.peak / GIB:.1f}" == peak, name
 
 
 def config(name: str) -> ReadyConfig:
@@ -68,21 +78,27 @@ def config(name: str) -> ReadyConfig:
 
 
 def test_a_row_by_hand() -> None:
-    """The fullest rank's bytes; a rank that stands for another role is not told as all of them."""
+    """The fullest rank's bytes."""
     ready = config("qwen3_30b_a3b_4x8_gspo")
     records = [
         record(rank, world=16, memory=memory(point(weights=size * GIB, activations=GIB)))
         for rank, size in ((0, 7), (7, 8))
     ]
-    figures = rehearsed_of(ready, records)
-    assert (figures.peak, figures.roles, figures.ranks) == (9 * GIB, 4, (0, 7))
-    row, notes = layouts([ready], {ready.name: figures}).split("\n\n")
+    stored = rehearsed_of(ready, records)
+    assert (stored.figures.peak, stored.ranks) == (9 * GIB, (0, 7))
+    row = layouts([ready], {ready.name: stored})
     assert "| 16 x 80 GB, 16 GPUs | TP2 EP8 |" in row
     assert " | 9.0 | 0 |" in row
-    assert "Qwen3-30B-A3B on ranks 0, 7" in notes
     assert "| TP2 EP8 |  |  |  |" in layouts([ready], {})
 
 
 def test_a_step_is_the_sum_of_its_parts() -> None:
-    figures = Rehearsed({}, (0,), 1, 1, 2, 3, 4, 10, compute=1.0, communication=0.5, bubble=0.25)
-    assert (figures.states, figures.seconds) == (6, 1.75)
+    states = {"weights": 1, "gradients": 2, "optimizer": 3}
+    figures = StepFigures(states, 4, 10, compute=1.0, communication=0.5, bubble=0.25)
+    assert (figures.state_bytes, figures.seconds) == (6, 1.75)
+
+
+def test_stored_figures_are_read_as_they_were(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(rehearsed, "RESULTS", tmp_path / "rehearsals.json")
+    write_rehearsals(REHEARSALS)
+    assert read_rehearsals() == REHEARSALS

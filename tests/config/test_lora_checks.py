@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.family_pages.facts import EXAMPLES
 from megatron_gspo.tools.make_tiny_model import TinyModel, write_tiny_model
 from tests.config.building import build, refused
 
@@ -40,6 +41,15 @@ def test_targets_are_linear_layers_of_the_model(plain: dict, tmp_path: Path, tar
     message = refused(plain, *on, f"lora.targets={targets}", world_size=1)
     assert message.startswith("lora.targets")
     assert message.endswith("gate_proj, up_proj, down_proj, gate"), message
+
+
+@pytest.mark.parametrize("name", ["in_proj", "out_proj", "conv1d"])
+def test_projections_of_mamba_have_no_adapters(plain: dict, name: str) -> None:
+    model = EXAMPLES / "nemotron_h" / "models" / "Nemotron-3-Nano-30B-A3B"
+    on = ("lora.rank=8", "model.init=pretrained", f"model.path={model}")
+    build(plain, *on, "lora.targets=[q_proj, up_proj, down_proj]").check_sizes(1)
+    message = refused(plain, *on, f"lora.targets=[q_proj, {name}]", world_size=1)
+    assert message.startswith("lora.targets") and f"{name} is no linear layer" in message
 
 
 def test_servers_have_no_adapters_of_routers(plain: dict, tmp_path: Path) -> None:

@@ -150,6 +150,7 @@ LORA = {
     "lora_router": MOE[4::9],
     "lora_latent": MOE[5::14],
     "lora_dense_parts": MOE[9::14],
+    "lora_nemotron": [MOE[0], MOE[3], MOE[7]],  # one process, experts and tensors in two
 }
 # Every model that is measured, with its layouts.
 MEASURED = {"moe": MOE, "dense": DENSE, **FAMILIES, **LANGUAGE_MODELS, **LORA}

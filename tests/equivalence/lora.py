@@ -45,6 +45,8 @@ ADAPTERS = {
     "lora_router": Adapted("moe", LoRAConfig(rank=3, alpha=4.0, targets=(*ALL_LINEAR, "gate"))),
     # with larger adapters this model's gradients lose twice as many digits in float32
     "lora_latent": Adapted("deepseek", LoRAConfig(rank=3, alpha=1.0)),
+    # attention, a squared ReLU's MLP and experts; Mamba-2 has none
+    "lora_nemotron": Adapted("nemotron", LoRAConfig(rank=3, alpha=4.0)),
     "lora_dense_parts": Adapted("shared", LoRAConfig(rank=3, alpha=4.0)),
 }
 

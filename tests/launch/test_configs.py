@@ -166,7 +166,7 @@ def test_the_header_has_the_memory_of_the_layout(file, tiny, tmp_path):
     assert optimizer == pytest.approx(estimate.optimizer / GIB, rel=0.05, abs=1.3)
     assert activations == pytest.approx(estimate.activations / GIB, rel=0.25)
     if rehearsed := read_rehearsals().get(file.stem):
-        assert total == pytest.approx(rehearsed.states / GIB, abs=0.3)
+        assert total == pytest.approx(rehearsed.figures.state_bytes / GIB, abs=0.3)
 
 
 def check_header(file: Path, config: Config, stages: list[Stage]) -> None:

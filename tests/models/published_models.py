@@ -141,6 +141,20 @@ _QWEN35_MIXER = (
     "linear_attn.{A_log,dt_bias}",
 )
 _SHARED = (f"mlp.shared_expert.{_MLP}.weight", "mlp.shared_expert_gate.weight")
+
+
+def _qwen2_moe(last: int, experts: int) -> tuple[str, ...]:
+    return _OUTER + _layers(
+        last,
+        _NORMS,
+        "self_attn.{q_proj,k_proj,v_proj}.{weight,bias}",
+        "self_attn.o_proj.weight",
+        "mlp.gate.weight",
+        f"mlp.experts.{{0..{experts}}}.{_MLP}.weight",
+        *_SHARED,
+    )
+
+
 _MTP_MODULE = (
     "mtp.{fc,norm,pre_fc_norm_embedding,pre_fc_norm_hidden}.weight",
     "mtp.layers.0.{input_layernorm,post_attention_layernorm}.weight",
@@ -223,18 +237,8 @@ NAMES: dict[str, tuple[str, ...]] = {
             f"mlp.{_MLP}.weight",
         ),
     ),
-    "Qwen2-57B-A14B": (
-        *_OUTER,
-        *_layers(
-            27,
-            _NORMS,
-            "self_attn.{q_proj,k_proj,v_proj}.{weight,bias}",
-            "self_attn.o_proj.weight",
-            "mlp.gate.weight",
-            f"mlp.experts.{{0..63}}.{_MLP}.weight",
-            *_SHARED,
-        ),
-    ),
+    "Qwen2-57B-A14B": _qwen2_moe(27, 63),
+    "Qwen1.5-MoE-A2.7B": _qwen2_moe(23, 59),
     "Qwen3-Next-80B-A3B": (
         *_OUTER,
         *_layers(47, _NORMS, "mlp.gate.weight", f"mlp.experts.{{0..511}}.{_MLP}.weight", *_SHARED),
@@ -304,7 +308,10 @@ NAMES: dict[str, tuple[str, ...]] = {
         *_layers(78, *_MTP, *_MTP_VOCABULARY, first=78),
     ),
     "Nemotron-3-Nano-30B-A3B": _nemotron(_NEMOTRON["hybrid_override_pattern"], 127),
-    "Kimi-K2": (*_OUTER, *_latent(60, 1, 383, queries=_Q_LATENT, ends=_FP8, more=_INV_FREQ)),
+    "Kimi-K2-Instruct": (
+        *_OUTER,
+        *_latent(60, 1, 383, queries=_Q_LATENT, ends=_FP8, more=_INV_FREQ),
+    ),
     "Kimi-K2.5": (
         *(
             f"language_model.{name}"
@@ -442,6 +449,39 @@ CONFIGS: dict[str, dict[str, Any]] = {
         use_sliding_window=False,
         vocab_size=151936,
     ),
+    "Qwen1.5-MoE-A2.7B": dict(
+        architectures=["Qwen2MoeForCausalLM"],
+        attention_dropout=0.0,
+        bos_token_id=151643,
+        decoder_sparse_step=1,
+        eos_token_id=151643,
+        hidden_act="silu",
+        hidden_size=2048,
+        initializer_range=0.02,
+        intermediate_size=5632,
+        max_position_embeddings=8192,
+        max_window_layers=21,
+        model_type="qwen2_moe",
+        moe_intermediate_size=1408,
+        norm_topk_prob=False,
+        num_attention_heads=16,
+        num_experts=60,
+        num_experts_per_tok=4,
+        num_hidden_layers=24,
+        num_key_value_heads=16,
+        output_router_logits=False,
+        rms_norm_eps=1e-06,
+        rope_theta=1000000.0,
+        router_aux_loss_coef=0.001,
+        shared_expert_intermediate_size=5632,
+        sliding_window=32768,
+        tie_word_embeddings=False,
+        torch_dtype="bfloat16",
+        transformers_version="4.39.0.dev0",
+        use_cache=True,
+        use_sliding_window=False,
+        vocab_size=151936,
+    ),
     "Qwen3-Next-80B-A3B": example("qwen3_next/Qwen3-Next-80B-A3B"),
     "Qwen3.5-35B-A3B": _QWEN35,
     "Qwen3.5-122B-A10B": example("qwen3_5_moe/Qwen3.5-122B-A10B"),
@@ -480,7 +520,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     ),
     "Nemotron-3-Nano-30B-A3B": _NEMOTRON,
     "GLM-5": example("glm_moe_dsa/GLM-5") | dict(transformers_version="5.0.2.dev0"),
-    "Kimi-K2": (
+    "Kimi-K2-Instruct": (
         _DEEPSEEK
         | dict(
             bos_token_id=163584,
@@ -553,3 +593,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "gpt-oss-20b": _GPT_OSS,
     "gpt-oss-120b": example("gpt_oss/gpt-oss-120b"),
 }
+
+# Of the models in docs/models.md, those whose config.json is not here: they are told to have the
+# sizes of another model of their row.
+NOT_HERE = {"GLM-5.1", "Kimi-K2.6", "MiniMax-M2.1", "MiniMax-M2.7", "Qwen3.6-35B-A3B"}

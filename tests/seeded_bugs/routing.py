@@ -25,6 +25,26 @@ ROUTING = (
         test="tests/mcore/routing_replay/test_selections.py::test_the_share_is_that_of_sets",
     ),
     SeededBug(
+        name="an engine's selections counted from the padding",
+        file="megatron_gspo/rollout/embedded/selection_recorder.py",
+        before="columns - np.int32(self._padding[row])",
+        after="columns",
+        test=(
+            "tests/rollout/embedded/test_families.py"
+            "::test_the_last_selections_are_those_of_a_plain_pass[glm_dsa]"
+        ),
+    ),
+    SeededBug(
+        name="selections of a response's end from what was decoded after it",
+        file="megatron_gspo/rollout/embedded/decode.py",
+        before="selections.add(live, ~finished)",
+        after="selections.add(live, finished | True)",
+        test=(
+            "tests/rollout/embedded/test_families.py"
+            "::test_the_last_selections_are_those_of_a_plain_pass[glm_dsa]"
+        ),
+    ),
+    SeededBug(
         name="routes cut in order where tokens are cut in zigzag",
         file="megatron_gspo/data/packing.py",
         before="name: value[indices] for",

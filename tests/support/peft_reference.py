@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -14,9 +15,11 @@ from torch.nn.utils import parametrize
 from megatron_gspo.config import LoRAConfig
 from megatron_gspo.models import family_of, read_config
 from megatron_gspo.models.adapter_rules import linear_names, router_names
+from tests.support.transformers_reference import stored_name
 
 EXPERTS = ("gate_proj", "up_proj", "down_proj")
-FUSED = "mlp.experts.gate_up_proj"
+_STACKED = re.compile(r"model\.layers\.\d+\.(\w+\.experts\.(?:gate_up|up|down)_proj)")
+_OF_EXPERTS = re.compile(r"(.+\.\w+\.experts)\.(.+)")
 
 
 def adapted(model: torch.nn.Module, path: str, lora: LoRAConfig, seed: int = 0) -> torch.nn.Module:
@@ -33,9 +36,16 @@ def adapted(model: torch.nn.Module, path: str, lora: LoRAConfig, seed: int = 0) 
             if isinstance(module, torch.nn.Linear) and name.endswith(EXPERTS)
         }
         if lora.experts == "each":
-            parameters |= {FUSED, "mlp.experts.down_proj"}
+            stacked = {
+                found[1]
+                for name, _ in model.named_parameters()
+                if (found := _STACKED.fullmatch(name))
+            }
+            parameters |= stacked
+            doubled = [name for name in stacked if name.endswith("gate_up_proj")]
             config |= dict(
-                rank_pattern={FUSED: 2 * lora.rank}, alpha_pattern={FUSED: 2 * lora.alpha}
+                rank_pattern=dict.fromkeys(doubled, 2 * lora.rank),
+                alpha_pattern=dict.fromkeys(doubled, 2 * lora.alpha),
             )
         routers = router_names(family, shape)  # parameters of a module that is no linear layer
         parameters |= {f"mlp.{name}.weight" for name in names if name in routers}
@@ -53,7 +63,8 @@ def adapted(model: torch.nn.Module, path: str, lora: LoRAConfig, seed: int = 0) 
         with torch.no_grad():
             parameter.normal_(0.0, 0.2, generator=generator)
             # Two adapters as one of twice the rank: 0 off the diagonal.
-            if ".experts.base_layer.lora_B" in name:
+            is_of_two = len(_first_projections(model)) == 2
+            if is_of_two and ".experts.base_layer.lora_B" in name:
                 mask = _diagonal(parameter, lora.rank)
                 parameter.mul_(mask)
                 parameter.register_hook(partial(torch.mul, mask))
@@ -102,9 +113,9 @@ def adapter_tensors(
     tensors: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            tensors.update(
-                _split(name.removeprefix("base_model.model."), value(parameter), rank, experts)
-            )
+            stored = stored_name(name.removeprefix("base_model.model."), model.config.model_type)
+            first = _first_projections(model)
+            tensors.update(_split(stored, value(parameter), rank, experts, first))
     return tensors
 
 
@@ -114,14 +125,23 @@ def adapter_gradients(model: torch.nn.Module, *, rank: int) -> dict[str, Tensor]
     )
 
 
-def _split(name: str, tensor: Tensor, rank: int, experts: int) -> Iterator[tuple[str, Tensor]]:
-    prefix, separator, rest = name.partition(".mlp.experts.")
+def _first_projections(model: torch.nn.Module) -> tuple[str, ...]:
+    """What an expert's adapters of its first matrix are for."""
+    is_gated = model.config.model_type != "nemotron_h"
+    return ("gate_proj", "up_proj") if is_gated else ("up_proj",)
+
+
+def _split(
+    name: str, tensor: Tensor, rank: int, experts: int, first: tuple[str, ...]
+) -> Iterator[tuple[str, Tensor]]:
+    found = _OF_EXPERTS.fullmatch(name)
     which = "A" if ".lora_A." in name or name.endswith(".a") else "B"
-    if not separator:
+    if found is None:
         yield name.replace(".default", ""), tensor
         return
+    prefix, rest = found.groups()
     is_down = not ("base_layer" in rest or "gate_up_proj" in rest)
-    names = ("down_proj",) if is_down else ("gate_proj", "up_proj")
+    names = ("down_proj",) if is_down else first
     for expert in range(experts):
         if "parametrizations" in rest:
             parts = list(tensor)
@@ -134,4 +154,4 @@ def _split(name: str, tensor: Tensor, rank: int, experts: int) -> Iterator[tuple
                 for i in range(len(names))
             ]
         for name_of_part, tensors in zip(names, parts, strict=True):
-            yield f"{prefix}.mlp.experts.{expert}.{name_of_part}.lora_{which}.weight", tensors
+            yield f"{prefix}.{expert}.{name_of_part}.lora_{which}.weight", tensors

@@ -50,7 +50,9 @@ def parser() -> argparse.ArgumentParser:
         "--world", type=int, required=True, metavar="N", help="number of GPUs that train"
     )
     made.add_argument(
-        "--ranks", default="all-roles", help="all-roles (default), all, or a list such as 0,5"
+        "--ranks",
+        default="all-roles",
+        help="all-roles (default), stages, all, or a list such as 0,5",
     )
     made.add_argument(
         "--layers",

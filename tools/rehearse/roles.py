@@ -102,18 +102,15 @@ def choose_ranks(
 
     ``all-roles``: the fewest ranks such that in each rehearsed pipeline stage the first and the
     last rank of a group of each dimension are among them. ``all``: every rank, in worlds of at most
-    ``MOST_RANKS``. Otherwise a list such as ``0,5``. Only ranks of ``all-roles`` stand for others.
+    ``MOST_RANKS``. ``stages``: the first rank of each rehearsed stage, which is the fullest of its
+    stage. Otherwise a list such as ``0,5``. Ranks of a list, or of ``all``, stand for no others.
     Raises ``InputError``.
     """
     grid = RankGrid.of(parallel, world)
-    if chosen == "all-roles":
-        ranks = sorted(
-            {
-                stage * grid.stage_size + offset
-                for stage in stage_roles(grid.stages)
-                for offset in _covering_offsets(grid)
-            }
-        )
+    if chosen in ("all-roles", "stages"):
+        offsets = _covering_offsets(grid) if chosen == "all-roles" else (0,)
+        stages = stage_roles(grid.stages)
+        ranks = sorted(stage * grid.stage_size + offset for stage in stages for offset in offsets)
         represented = _representatives(grid, ranks)
         return [PlayedRank(rank, role_names(grid, rank), represented[rank]) for rank in ranks]
     if chosen == "all":
@@ -167,7 +164,8 @@ def _parse_list(chosen: str, world: int) -> list[int]:
     words = [word.strip() for word in chosen.split(",")]
     if not all(word.isdecimal() for word in words):
         raise InputError(
-            f"--ranks {chosen}: is not a list of ranks; write all-roles, all or ranks such as 0,5"
+            f"--ranks {chosen}: is not a list of ranks; write all-roles, stages, all or ranks such as"
+            " 0,5"
         )
     ranks = sorted({int(word) for word in words})
     if ranks[-1] >= world:

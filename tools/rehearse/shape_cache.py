@@ -28,6 +28,16 @@ _PLAIN = (
     torch.layout,
     torch.memory_format,
 )
+_SLICE = torch.ops.aten.slice.Tensor
+# Views whose place in memory is not that of their argument plus a constant.
+_PLACES = frozenset(
+    {
+        torch.ops.aten.as_strided.default,
+        torch.ops.aten.view.dtype,
+        torch.ops.aten.view_as_real.default,
+        torch.ops.aten.view_as_complex.default,
+    }
+)
 # The result depends on values, or the operation gives its argument another shape.
 _UNCACHED_TAGS = frozenset(
     {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output, torch.Tag.inplace_view}
@@ -37,7 +47,8 @@ _UNCACHED_TAGS = frozenset(
 @dataclass(frozen=True)
 class _Spec:
     """One tensor of a result. argument: the position, among the tensors of the arguments, of the
-    one that the result is (``is_view`` False) or is a view of; None for new memory."""
+    one that the result is (``is_view`` False) or is a view of; None for new memory. offset: from
+    the place of that argument."""
 
     shape: torch.Size
     stride: tuple[int, ...]
@@ -58,11 +69,14 @@ class ShapeCache:
 
     def run(self, func: Operation, args: Args, kwargs: Kwargs) -> Result:
         """The result of ``func`` in shapes; raises what ``mode`` raises."""
+        if func is _SLICE and not kwargs:
+            return self._make(_slice(*args), [args[0]])
         tensors: list[Tensor] = []
         sizes = None if self._is_uncached(func) else _key_of((args, tuple(kwargs.items())), tensors)
         if sizes is None:
             return self._mode.dispatch(func, (), args, kwargs)
-        key = func, sizes, _shared_memory(tensors)
+        places = tuple(map(_place, tensors)) if func in _PLACES else ()
+        key = func, sizes, places, _shared_memory(tensors)
         entry = self._entries.get(key)
         if entry is None:
             out = self._mode.dispatch(func, (), args, kwargs)
@@ -84,9 +98,10 @@ class ShapeCache:
             return tensors[spec.argument]
         made = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device="meta")
         if spec.argument is not None:
-            storage = tensors[spec.argument].untyped_storage()
+            viewed = tensors[spec.argument]
+            offset = _place(viewed) + spec.offset
             with in_kernel_invocation_manager(self._mode):
-                made.set_(storage, spec.offset, spec.shape, spec.stride)
+                made.set_(viewed.untyped_storage(), offset, spec.shape, spec.stride)
         return FakeTensor(self._mode, made, spec.device)
 
 
@@ -96,7 +111,7 @@ def _key_of(value: object, tensors: list[Tensor]) -> Hashable:
     """
     if isinstance(value, FakeTensor):
         tensors.append(value)
-        return value.shape, value.stride(), value.storage_offset(), value.dtype, value.fake_device
+        return value.shape, value.stride(), value.dtype, value.fake_device
     if isinstance(value, (tuple, list)):
         keys = []
         for item in value:
@@ -106,6 +121,28 @@ def _key_of(value: object, tensors: list[Tensor]) -> Hashable:
             keys.append(key)
         return tuple(keys)
     return (type(value), value) if isinstance(value, _PLAIN) else None
+
+
+def _place(tensor: Tensor) -> int:
+    """The offset of a tensor in its memory, in elements."""
+    return int(tensor.storage_offset())
+
+
+def _slice(
+    tensor: FakeTensor,
+    dim: int = 0,
+    start: int | None = None,
+    end: int | None = None,
+    step: int = 1,
+) -> _Spec:
+    """Of a slice: a model's buffers are cut at a different place for each parameter."""
+    first, stop, _ = slice(start, end).indices(tensor.shape[dim])
+    shape, stride = list(tensor.shape), list(tensor.stride())
+    shape[dim] = -(-max(stop - first, 0) // step)
+    offset = first * stride[dim]
+    stride[dim] *= step
+    place = torch.Size(shape), tuple(stride), offset
+    return _Spec(*place, tensor.dtype, tensor.fake_device, argument=0, is_view=True)
 
 
 def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
@@ -135,7 +172,7 @@ def _spec(leaf: Any, tensors: list[Tensor]) -> Any:
     return _Spec(
         leaf.shape,
         leaf.stride(),
-        int(leaf.storage_offset()),
+        _place(leaf) - (0 if argument is None else _place(tensors[argument])),
         leaf.dtype,
         leaf.fake_device,
         argument,

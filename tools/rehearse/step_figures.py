@@ -28,7 +28,7 @@ _ONCE = ("megatron/core/distributed/", "megatron/core/optimizer/")
 class StepFigures:
     """Of the fullest and of the slowest rehearsed rank.
 
-    states: bytes of weights, gradients and optimizer; activations: their peak in forward and
+    states: bytes of weights, gradients, optimizer, and a reference policy; activations: their peak in forward and
     backward; peak: of all live tensors. compute, communication, bubble: seconds of an optimizer
     step with the log-probs before it.
     """
@@ -39,6 +39,10 @@ class StepFigures:
     compute: float
     communication: float
     bubble: float
+
+    @property
+    def state_bytes(self) -> int:
+        return sum(self.states.values())
 
     @property
     def seconds(self) -> float:

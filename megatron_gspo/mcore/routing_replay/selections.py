@@ -1,15 +1,17 @@
 """How far the selections of sparse attention differ between two passes, on a sample of queries.
 
-An indexer's selection is a discrete choice, as a router's: after an update it can select other
-positions. All passes of a step take the same micro-batches, so that both selections of a query are
-on one rank, and nothing but a sum is exchanged.
+An indexer's selection is a discrete choice, as a router's: after an update, or in another engine, it
+can select other positions. All passes of a step take the same micro-batches, so that both selections
+of a query are on one rank, and nothing but a sum is exchanged. Those of the embedded engine are on
+the rank that generated the response; queries that another rank trains are not compared.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -26,13 +28,21 @@ Query = tuple[int, int, int]
 
 
 def sampled_queries(shard: PackedBatch, topk: int) -> Tensor:
-    """Rows [q] of the context-parallel shard: up to ``QUERIES`` tokens, evenly spaced among those
-    that have more than ``topk`` positions to select from. Whether they are trained does not count:
-    masks change between the passes of a step."""
+    """Rows [q] of the context-parallel shard: up to ``QUERIES`` tokens of those that have more than
+    ``topk`` positions to select from, first the last ones that an engine feeds of their sequences,
+    then others, each evenly spaced. Whether they are trained does not count: masks change between
+    the passes of a step."""
     rows = (shard.is_fed & (shard.position_ids >= topk)).nonzero().squeeze(1)
-    if len(rows) <= QUERIES:
+    is_last = ~shard.is_fed.roll(-1)[rows]
+    last = _evenly_spaced(rows[is_last], QUERIES)
+    others = _evenly_spaced(rows[~is_last], QUERIES - len(last))
+    return torch.cat((last, others)).sort().values
+
+
+def _evenly_spaced(rows: Tensor, most: int) -> Tensor:
+    if len(rows) <= most:
         return rows
-    return rows[torch.linspace(0, len(rows) - 1, QUERIES).round().long()]
+    return rows[torch.linspace(0, len(rows) - 1, most).round().long()]
 
 
 def names_of(shard: PackedBatch, rows: Tensor) -> list[Query]:
@@ -78,6 +88,24 @@ def changed_counts(
         for layer, selected in later.by_layer.items():
             totals[0] += (1 - shared_share(earlier.by_layer[layer], selected)).sum()
             totals[1] += len(selected)
+    return totals
+
+
+def rollout_counts(
+    sampled: Sequence[SampledSelections], of_engine: Mapping[Query, np.ndarray]
+) -> Tensor:
+    """The same between a pass and the rollout engine, whose selections [layers, topk] of some
+    queries this rank has: all layers of the model, from the first."""
+    totals = torch.zeros(2, dtype=torch.float64, device=compute_device())
+    for of_pass in sampled:
+        for row, query in enumerate(of_pass.queries):
+            if query not in of_engine:
+                continue
+            given = torch.from_numpy(of_engine[query]).to(totals.device)
+            for layer, selected in of_pass.by_layer.items():
+                shared = shared_share(selected[row][None], given[layer - 1][None])
+                totals[0] += 1 - shared[0]
+                totals[1] += 1
     return totals
 
 

@@ -19,6 +19,7 @@ from megatron_gspo.config import SamplingParams
 from megatron_gspo.rollout.embedded.kv_cache import BufferCache, kinds_of
 from megatron_gspo.rollout.embedded.perturbed_routers import PerturbedRouters
 from megatron_gspo.rollout.embedded.route_recorder import DecodedRoutes, RouteRecorder
+from megatron_gspo.rollout.embedded.selection_recorder import DecodedSelections, SelectionRecorder
 from megatron_gspo.rollout.embedded.token_sampling import choose_tokens
 
 LayerMasks: TypeAlias = Tensor | dict[str, Tensor | None] | None
@@ -58,6 +59,9 @@ class Responses:
     routes: list[np.ndarray] | None = None
     """Expert ids of each response, [P + length - 1, layers, k]."""
 
+    selections: list[np.ndarray | None] | None = None
+    """Of each response, see `DecodedSelections.of_row`."""
+
 
 @dataclass(frozen=True)
 class DecodeBatch:
@@ -87,6 +91,7 @@ def decode(
     stop_ids: Tensor,
     recorder: RouteRecorder | None = None,
     routers: PerturbedRouters | None = None,
+    selection_recorder: SelectionRecorder | None = None,
     *,
     top_count: int = 0,
 ) -> Responses:
@@ -97,6 +102,7 @@ def decode(
         stop_ids: [E] int64 on the model's device.
         recorder: on the model's hooks, to return routes; else None.
         routers: of the model, where they are perturbed.
+        selection_recorder: on the model's hooks, to return selections; else None.
     """
     device = model.device
     limit = sampling.max_response_length
@@ -105,6 +111,11 @@ def decode(
     routes = None
     if recorder is not None:
         routes = DecodedRoutes(recorder, requests.prompts, requests.prompt_of_row)
+    selections = None
+    if selection_recorder is not None:
+        lengths = np.array([len(prompt) for prompt in requests.prompts])
+        padding = (lengths.max() - lengths)[requests.prompt_of_row]
+        selections = DecodedSelections(selection_recorder, padding, requests.prompt_of_row)
     uniforms = requests.uniforms
     draws = None if uniforms is None else torch.from_numpy(uniforms).to(device).t().contiguous()
     tokens = torch.full((limit, batch), -1, dtype=torch.int64, device=device)
@@ -137,6 +148,8 @@ def decode(
         logits = state.step(model, chosen)
         if routes is not None:
             routes.add(live)
+        if selections is not None:
+            selections.add(live, ~finished)
     responses = _collect(
         tokens.t(), log_probs.t(), top_ids.transpose(0, 1), top_log_probs.transpose(0, 1), stop_ids
     )
@@ -144,6 +157,8 @@ def decode(
         responses.supports = _of_rows(supports, responses.lengths)
     if routes is not None:
         responses.routes = routes.of_rows(responses.lengths.tolist())
+    if selections is not None:
+        responses.selections = [selections.of_row(row) for row in range(batch)]
     return responses
 
 

@@ -25,6 +25,7 @@ from megatron_gspo.rollout.embedded.decode import DecodeBatch, Responses, decode
 from megatron_gspo.rollout.embedded.kv_cache import is_served, kinds_of
 from megatron_gspo.rollout.embedded.perturbed_routers import PerturbedRouters
 from megatron_gspo.rollout.embedded.route_recorder import RouteRecorder
+from megatron_gspo.rollout.embedded.selection_recorder import SelectionRecorder
 from megatron_gspo.rollout.embedded.token_sampling import sequence_uniforms
 from megatron_gspo.rollout.embedded.transformers_config import transformers_config
 from megatron_gspo.rollout.embedded.weight_loading import WeightTargets
@@ -53,6 +54,7 @@ class EmbeddedEngine:
         device: str | torch.device = "cpu",
         max_batch: int = 256,
         return_routed_experts: bool = False,
+        record_selections: bool = False,
         top_log_probs: int = 0,
     ) -> None:
         """Build the model.
@@ -65,10 +67,11 @@ class EmbeddedEngine:
         keep_special_tokens: whether `Sample.text` has them; see `ResponseDecoder`.
         max_batch: sequences decoded at once.
         return_routed_experts: set `Sample.routed_experts`; for models with MoE layers.
+        record_selections: fill `selections`; for models with sparse attention.
         top_log_probs: ids of `Sample.rollout_top_ids` per token; 0: none.
 
-        Raises ValueError (one line) for a missing folder, another attention, no end token, or
-        routed experts of a dense model.
+        Raises ValueError (one line) for a missing folder, another attention, no end token, routed
+        experts of a dense model, or selections of full attention.
         """
         if max_batch < 1:
             raise ValueError(f"max_batch={max_batch}: decode at least 1 sequence at once")
@@ -86,6 +89,10 @@ class EmbeddedEngine:
             )
         self._top_count = top_log_probs
         self._recorder = RouteRecorder(self.model) if return_routed_experts else None
+        self._selection_recorder = SelectionRecorder(self.model) if record_selections else None
+        self.selections: dict[tuple[int, int, int], np.ndarray] = {}
+        """Of prompt index, sample index and position: what the last token that a response fed
+        selected, [layers, topk] int32, ascending. Those since the last weights."""
         self._routers: PerturbedRouters | None = None
         self._perturbation: Perturbation | None = None
         self._targets: WeightTargets | None = WeightTargets.of(self.model)
@@ -131,6 +138,7 @@ class EmbeddedEngine:
         if self._targets is None:
             raise RuntimeError("update_weights after close: build a new EmbeddedEngine")
         self.weight_version = None
+        self.selections = {}
         self._targets.write(dequantized(named_tensors))
         self.weight_version = version
 
@@ -145,6 +153,7 @@ class EmbeddedEngine:
         self.model = None
         self._targets = None
         self._recorder = None
+        self._selection_recorder = None
         self._routers = None
         self.weight_version = None
 
@@ -205,6 +214,7 @@ class EmbeddedEngine:
             stop_ids,
             self._recorder,
             self._routers,
+            self._selection_recorder,
             top_count=self._top_count,
         )
         return self._samples(prompts, sample_index, responses)
@@ -231,6 +241,12 @@ class EmbeddedEngine:
             support_lengths = support_ids = None
             if responses.supports is not None:
                 support_lengths, support_ids = responses.supports[i]
+            if (
+                responses.selections is not None
+                and (selected := responses.selections[i]) is not None
+            ):
+                last_fed = len(prompt.token_ids) + length - 2
+                self.selections[prompt.index, int(sample_index[i]), last_fed] = selected
             samples.append(
                 Sample(
                     prompt_index=prompt.index,

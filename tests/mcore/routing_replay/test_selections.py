@@ -22,6 +22,7 @@ from megatron_gspo.mcore.routing_replay.selections import (
     changed_counts,
     changed_shares,
     names_of,
+    rollout_counts,
     sampled_queries,
     shared_share,
 )
@@ -105,6 +106,18 @@ def test_the_share_is_that_of_sets(tmp_path) -> None:
     for unchanged, changed, by_sets in run_distributed(measure, 2, path):
         assert unchanged == 0.0
         assert changed == pytest.approx(by_sets) and 0 < by_sets < 1
+
+
+def test_an_engines_selections_are_compared_where_this_rank_has_them() -> None:
+    """Of two queries the engine's rank has one, two of whose four positions are others in the second
+    layer."""
+    sampled = SampledSelections([(0, 0, 7), (0, 1, 7)], torch.tensor([3, 5], dtype=torch.int32))
+    selected = torch.arange(24, dtype=torch.int32).view(6, 4)
+    for layer in (1, 2):
+        sampled.record(layer, selected)
+    of_engine = np.array([[20, 21, 22, 23], [19, 21, 23, 24]], dtype=np.int32)
+    given = {(0, 1, 7): of_engine, (0, 1, 6): of_engine + 1}
+    assert rollout_counts([sampled], given).tolist() == [0.5, 2.0]
 
 
 def test_other_micro_batches_are_not_compared() -> None:

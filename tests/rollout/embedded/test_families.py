@@ -56,7 +56,8 @@ def build(kind):
     if kind in SPARSE:  # the padding's zeros would give all positions the same score
         padding = reference.model.embed_tokens.weight[0]
         padding.copy_(torch.linspace(-0.4, 0.4, len(padding)))
-    return reference, loaded_engine(config, checkpoint(reference), return_routed_experts=True)
+    returned = dict(return_routed_experts=True, record_selections=kind in SPARSE)
+    return reference, loaded_engine(config, checkpoint(reference), **returned)
 
 
 def biases(model):
@@ -109,6 +110,36 @@ def test_log_probs_and_routes_are_those_of_a_plain_pass(kind):
         assert any((a != b).any() for a, b in zip(routes, without, strict=True)), (
             "the bias changes the choice"
         )
+
+
+@pytest.mark.parametrize("kind", SPARSE)
+def test_the_last_selections_are_those_of_a_plain_pass(kind):
+    """Of prompts of several lengths, in the positions of their own sequence."""
+    reference, engine = build(kind)
+    samples = sampled(engine)
+    assert len({sample.prompt_length for sample in samples}) > 1
+    topk = reference.config.index_topk
+    long = [sample for sample in samples if sample.length - 1 > topk]
+    assert len(long) > 5
+    for sample in long:
+        selected = engine.selections[sample.prompt_index, sample.sample_index, sample.length - 2]
+        np.testing.assert_array_equal(selected, last_selections(reference, sample.tokens[:-1]))
+    engine.update_weights(checkpoint(reference).items(), version=1)
+    assert not engine.selections, "they are of other weights"
+
+
+def last_selections(model, tokens):
+    """[layers, topk]: what the last token selects in each layer, ascending."""
+    seen = []
+    hooks = [
+        module.register_forward_hook(lambda module, args, out: seen.append(out[0, -1]))
+        for name, module in model.named_modules()
+        if name.endswith(".indexer")
+    ]
+    model(torch.from_numpy(tokens)[None])
+    for hook in hooks:
+        hook.remove()
+    return np.stack([columns.sort().values.numpy() for columns in seen])
 
 
 def test_small_time_steps_of_a_prompt_are_not_raised():

@@ -50,6 +50,12 @@ def names(parallel: ParallelConfig, world: int) -> dict[int, tuple[str, ...]]:
     return {played.rank: played.roles for played in choose_ranks(parallel, world)}
 
 
+def test_one_rank_of_each_kind_of_stage():
+    chosen = choose_ranks(layout(tensor=2, pipeline=4, expert=2), 16, "stages")
+    assert [played.rank for played in chosen] == [0, 4, 12]
+    assert [len(played.stands_for) for played in chosen] == [4, 8, 4]
+
+
 @pytest.mark.parametrize(
     "sizes, world", [((2, 2, 2, 4, 1), 16), ((4, 3, 1, 2, 2), 48), ((1, 2, 2, 8, 2), 32)]
 )
