@@ -116,6 +116,7 @@ def test_a_server_that_cannot_score_the_longest_sample_is_refused_at_the_start(
     plain = base_config(path, tmp_path / "run")
     plain["data"]["max_prompt_length"] = 30
     plain["rollout"]["max_response_length"] = 70
+    plain["algorithm"] = {"name": "gspo_token"}
     silent = f"http://127.0.0.1:{free_port()}"
     with (
         WebServer(info_of(max_req_input_len=100, max_total_num_tokens=101)) as enough,
