@@ -11,7 +11,7 @@ import numpy as np
 from torch import Tensor
 from transformers.utils.logging import disable_progress_bar
 
-from megatron_gspo.config import Config, RoutingConfig, TeacherConfig
+from megatron_gspo.config import Config, ConfigError, RoutingConfig, TeacherConfig
 from megatron_gspo.data.prompt_mix import MixedPrompts, MixedPromptSource
 from megatron_gspo.data.prompts import PromptError, PromptSource
 from megatron_gspo.data.sample import Prompt
@@ -36,6 +36,7 @@ from megatron_gspo.mcore.megatron_options import MegatronOptions
 from megatron_gspo.mcore.policy import Policy, TrainedParts, build_policy, check_megatron_options
 from megatron_gspo.mcore.process_groups import ProcessGroups, initialize
 from megatron_gspo.models import family_of, read_config
+from megatron_gspo.parallel.rank_zero import run_on_rank_zero
 from megatron_gspo.rewards.sandbox.visible_files import refuse_visible_run
 from megatron_gspo.rewards.source_scorers import source_scorers
 from megatron_gspo.rollout.engine_protocol import RolloutEngine
@@ -243,6 +244,19 @@ def _teachers(config: Config, policy: Policy, chosen: np.ndarray | None) -> Teac
     return Teachers(teachers, chosen)
 
 
+def check_teacher_length(client: ScoringClient, teacher: TeacherConfig, config: Config) -> None:
+    """Raises ConfigError for a server that can't score the longest sample."""
+    longest = config.data.max_prompt_length + config.rollout.max_response_length
+    if problem := client.too_short(longest):
+        launch = SERVER_KINDS[teacher.engine].launch
+        raise ConfigError(
+            f"{teacher.prefix}.urls",
+            list(teacher.urls),
+            f"{problem}, a prompt and its response may have {longest}",
+            f"start it with a larger {launch.length_options}, or lower rollout.max_response_length",
+        )
+
+
 def build_teacher(config: Config, teacher: TeacherConfig, policy: Policy) -> Teacher:
     """A teacher of section `distillation`: servers if it has URLs, else a model in the policy's
     layout."""
@@ -253,6 +267,7 @@ def build_teacher(config: Config, teacher: TeacherConfig, policy: Policy) -> Tea
         served = replace(shape, vocab_size=policy.shape.vocab_size)
         model = ServedModel(served, top_log_probs=config.distillation.num_ids)
         client = ScoringClient(teacher.servers, api, model)
+        run_on_rank_zero(lambda: check_teacher_length(client, teacher, config))
         return ServerTeacher(client, policy.groups)
     frozen_model = replace(config.model, path=teacher.teacher, init="pretrained")
     options = check_megatron_options(

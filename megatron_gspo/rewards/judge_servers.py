@@ -31,6 +31,7 @@ Answer = TypeVar("Answer", bound=BaseModel)
 
 BACKOFF_SECONDS = 0.5  # after the first failure of a server; doubled after each further one
 _MAX_BACKOFF_SECONDS = 30.0
+_MAX_QUOTED = 200  # characters of a refusal
 # A server that says so has not tried: the request may be right, and another time it is answered.
 _BUSY_STATUS = (429, 502, 503, 504)
 
@@ -191,13 +192,14 @@ class JudgeServers:
         if kept is not None:
             with contextlib.suppress(ValidationError):  # of a validator that has changed since
                 return answer.model_validate_json(kept)
-        reason = "it was not sent yet"
+        reason = ""
         failures = 0
         try:
             async with asyncio.timeout(deadline - time.monotonic()), slots:
                 while failures < self._attempts:
                     server = await self._free_server()
                     began = time.monotonic()
+                    reason = reason or f"server {server.origin}: it has not answered yet"
                     server.in_flight += 1
                     try:
                         reply = await clients[server].post(
@@ -220,8 +222,10 @@ class JudgeServers:
                     finally:
                         server.in_flight -= 1
         except TimeoutError:
+            reason = reason or "it was not sent yet"
             return JudgeError(f"no answer within {self._time_limit:g} s ({reason})")
-        return JudgeError(f"no answer after {failures} attempts ({reason})")
+        tries = "1 attempt" if failures == 1 else f"{failures} attempts"
+        return JudgeError(f"no answer after {tries} ({reason})")
 
     async def _free_server(self) -> _Server:
         """The server with the fewest requests; waits while all are left alone."""
@@ -272,12 +276,18 @@ def _content(reply: Any) -> str:
     """
     try:
         [choice, *_] = reply["choices"]
-        content = choice["message"]["content"]
-        is_cut_off = choice.get("finish_reason") == "length"
+        message = choice["message"]
+        content = message["content"]
+        refusal = message.get("refusal")
+        reason = choice.get("finish_reason")
     except (KeyError, TypeError, ValueError, AttributeError):
         raise ValueError("the reply is no chat completion") from None
-    if is_cut_off:
+    if reason == "length":
         raise ValueError("the answer was cut off; give it more tokens or a larger context")
+    if reason == "content_filter":
+        raise ValueError("the answer was cut off by a content filter")
+    if refusal:
+        raise ValueError(f"the judge refused ({' '.join(str(refusal).split())[:_MAX_QUOTED]})")
     if not isinstance(content, str):
         raise ValueError("the reply has no text")
     return content

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from megatron_gspo.data.sample import FINISH_REASONS, Sample
+from megatron_gspo.rollout.top_codec import packed_top, unpacked_top
 
 _PER_TOKEN = ("rollout_log_probs", "advantages", "old_log_probs", "ref_log_probs")
 _COLUMNS = (
@@ -34,7 +35,7 @@ _COLUMNS = (
     "support_ids",
 )
 # At the start of the bytes; another version's are refused.
-_FORMAT = int.from_bytes(b"samples6", "little")
+_FORMAT = int.from_bytes(b"samples7", "little")
 _COLUMN = {name: i for i, name in enumerate(_COLUMNS)}
 
 
@@ -60,27 +61,23 @@ def encode_samples(samples: Sequence[Sample], positions: Sequence[int]) -> bytes
         if sample.routed_experts is not None
     ]
     missing_routes = [s.missing_routes for s in samples if s.missing_routes is not None]
+    top_ids = [s.rollout_top_ids.ravel() for s in samples if s.rollout_top_ids is not None]
+    top_log_probs = [
+        s.rollout_top_log_probs.ravel() for s in samples if s.rollout_top_log_probs is not None
+    ]
+    top = packed_top(_joined(top_ids, np.int32), _joined(top_log_probs, np.float32))
     sections = [
-        np.array([_FORMAT, len(samples), len(metadata)], dtype=np.int64),
+        np.array([_FORMAT, len(samples), len(metadata), top[1].itemsize], dtype=np.int64),
         table,
         np.array([sample.reward for sample in samples], dtype=np.float64),
         _joined([s.tokens for s in samples if s.has_tokens], np.int64),
         _joined([s.row_lengths for s in samples if s.row_lengths is not None], np.int64),
         _joined(floats, np.float32),
         _joined([s.token_versions for s in samples if s.token_versions is not None], np.int32),
-        _joined(
-            [s.rollout_top_ids.ravel() for s in samples if s.rollout_top_ids is not None], np.int32
-        ),
-        _joined(
-            [
-                s.rollout_top_log_probs.ravel()
-                for s in samples
-                if s.rollout_top_log_probs is not None
-            ],
-            np.float32,
-        ),
+        top[0],
         _joined([s.support_lengths for s in samples if s.support_lengths is not None], np.int32),
         _joined([s.support_ids for s in samples if s.support_ids is not None], np.int32),
+        top[1],  # after what is aligned to 4 bytes
         *routes,
         _joined(missing_routes, np.uint8),
         _joined([s.loss_mask for s in samples], np.uint8),
@@ -123,7 +120,7 @@ def decode_samples(buffer: np.ndarray) -> list[tuple[int, Sample]]:
     The samples' arrays are views into it. Raises ValueError for bytes of another version.
     """
     reader = _Reader(buffer)
-    version, count, metadata_bytes = reader.read(np.int64, 3).tolist()
+    version, count, metadata_bytes, top_itemsize = reader.read(np.int64, 4).tolist()
     if version != _FORMAT:
         raise ValueError("samples were encoded by another version")
     table = reader.read(np.int64, count * len(_COLUMNS)).reshape(count, len(_COLUMNS))
@@ -139,12 +136,15 @@ def decode_samples(buffer: np.ndarray) -> list[tuple[int, Sample]]:
     known = table[:, _COLUMN["token_versions"]] != 0
     versions = _Reader(reader.read(np.uint8, 4 * int(responses[known].sum())))
     top_counts = table[:, _COLUMN["top_ids"]]
-    top_bytes = 4 * int((top_counts * responses).sum())
-    top_ids = _Reader(reader.read(np.uint8, top_bytes))
-    top_log_probs = _Reader(reader.read(np.uint8, top_bytes))
+    top_size = int((top_counts * responses).sum())
+    first_of_top = reader.read(np.uint32, top_size)
     has_support = table[:, _COLUMN["has_support"]] != 0
     support_lengths = _Reader(reader.read(np.uint8, 4 * int(responses[has_support].sum())))
     support_ids = _Reader(reader.read(np.uint8, 4 * int(table[:, _COLUMN["support_ids"]].sum())))
+    second_of_top = reader.read(np.dtype(f"u{top_itemsize}"), top_size)
+    top_ids, top_log_probs = (
+        _Reader(values.view(np.uint8)) for values in unpacked_top(first_of_top, second_of_top)
+    )
     routes = _read_routes(reader, table)
     masks = np.split(
         reader.read(np.uint8, int(responses.sum())).view(bool), np.cumsum(responses)[:-1]

@@ -254,7 +254,7 @@ def _sizes(batch: SampleBatch) -> np.ndarray:
     support = sum(s.support_ids.nbytes for s in samples if s.support_ids is not None)
     route_bytes, top_bytes, support_bytes = batch.max(
         _row_bytes([s.routed_experts for s in samples]),
-        2 * _row_bytes([s.rollout_top_ids for s in samples]),  # and as many log-probs
+        1.5 * _row_bytes([s.rollout_top_ids for s in samples]),  # with their log-probs
         support / max(sum(s.response_length for s in samples), 1),
     )
     token_bytes = _TOKEN_BYTES + route_bytes * batch.table["has_routes"]

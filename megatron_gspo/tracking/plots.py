@@ -69,7 +69,7 @@ _PANEL_HEIGHT = 2.25
 _DPI = 190
 _TITLE = 10.5
 _LABEL = 9.0
-_LONGEST_LABEL = 40  # characters of a run's name in the legend
+_LONGEST_NAME = 40  # characters of the run's name in the title
 
 
 def svg_style(salt: str) -> dict[str, Any]:
@@ -86,12 +86,8 @@ def svg_style(salt: str) -> dict[str, Any]:
     }
 
 
-def draw_curves(runs: Mapping[str, Records], output: str | Path) -> Path:
-    """Draw the panels that have data into a PNG.
-
-    Args:
-        runs: records of each run by its label, from read_metrics; one colour per run.
-        output: path of the PNG.
+def draw_run(run_dir: str | Path, output: str | Path | None = None) -> Path:
+    """Draw run_dir/curves.png (or output), the panels that have data in run_dir/metrics.jsonl.
 
     Raises ImportError without matplotlib and ValueError if there is nothing to draw.
     """
@@ -99,15 +95,18 @@ def draw_curves(runs: Mapping[str, Records], output: str | Path) -> Path:
         from matplotlib import rc_context
     except ImportError:
         raise ImportError("drawing needs matplotlib: pip install 'megatron-gspo[plot]'") from None
-    panels = [panel for panel in PANELS if _has_data(panel, runs)]
+    run_dir = Path(run_dir)
+    output = Path(output or run_dir / "curves.png")
+    records = read_metrics(run_dir)
+    panels = [panel for panel in PANELS if _has_data(panel, records)]
     if not panels:
-        raise ValueError(f"{', '.join(runs)}: holds no metric to draw; train at least one step")
+        raise ValueError(f"{run_dir}: holds no metric to draw; train at least one step")
     with rc_context({"text.parse_math": False}):  # a run's name is text: two dollars are no formula
-        _draw(panels, runs, output)
-    return Path(output)
+        _draw(panels, records, _short_name(run_dir.resolve().name), output)
+    return output
 
 
-def _draw(panels: Sequence[Panel], runs: Mapping[str, Records], output: str | Path) -> None:
+def _draw(panels: Sequence[Panel], records: Records, title: str, output: Path) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -121,45 +120,18 @@ def _draw(panels: Sequence[Panel], runs: Mapping[str, Records], output: str | Pa
     FigureCanvasAgg(figure)
     axes = figure.subplots(num_rows, columns, squeeze=False).flatten()
     for number, (axis, panel) in enumerate(zip(axes, panels, strict=False)):
-        _draw_panel(axis, panel, runs)
+        _draw_panel(axis, panel, records)
         if number >= len(panels) - columns:  # below it there is no panel
             axis.set_xlabel("step", fontsize=_LABEL, color="#475569")
     for axis in axes[len(panels) :]:
         axis.axis("off")
-    names = [_short_name(name) for name in runs]
-    if len(runs) == 1:
-        figure.suptitle(names[0], fontsize=_TITLE + 1, color="#0f172a")
-    else:
-        handles = [
-            axes[0].plot([], [], color=colour, lw=2)[0]
-            for colour, _ in zip(_colours(), runs, strict=False)
-        ]
-        longest = max(map(len, names))
-        figure.legend(
-            handles,
-            names,
-            loc="outside upper center",
-            ncols=max(1, min(4, len(runs), 70 // (longest + 6))),
-            frameon=False,
-            fontsize=_LABEL,
-        )
+    figure.suptitle(title, fontsize=_TITLE + 1, color="#0f172a")
     figure.savefig(output)
 
 
 def _short_name(name: str) -> str:
-    """A name for the legend: of a long path, its end. Matplotlib leaves out one that begins
-    with an underscore.
-    """
-    name = name if len(name) <= _LONGEST_LABEL else "…" + name[1 - _LONGEST_LABEL :]
-    return f"\u200b{name}" if name.startswith("_") else name
-
-
-def draw_run(run_dir: str | Path, output: str | Path | None = None) -> Path:
-    """Draw run_dir/curves.png (or output) from run_dir/metrics.jsonl."""
-    run_dir = Path(run_dir)
-    return draw_curves(
-        {run_dir.resolve().name: read_metrics(run_dir)}, output or run_dir / "curves.png"
-    )
+    """A name for the title: of a long one, its end."""
+    return name if len(name) <= _LONGEST_NAME else "…" + name[1 - _LONGEST_NAME :]
 
 
 def series(records: Records, metric: str) -> tuple[list[float], list[float]]:
@@ -178,39 +150,18 @@ def smooth(values: Sequence[float], window: int) -> list[float]:
     ]
 
 
-def _has_data(panel: Panel, runs: Mapping[str, Records]) -> bool:
-    if panel.unless and any(series(records, panel.unless)[0] for records in runs.values()):
+def _has_data(panel: Panel, records: Records) -> bool:
+    if panel.unless and series(records, panel.unless)[0]:
         return False
-    return any(
-        series(records, metric)[0] for records in runs.values() for metric, _ in panel.curves
-    )
+    return any(series(records, metric)[0] for metric, _ in panel.curves)
 
 
-def _colours() -> list[str]:
-    return list(COLOURS) * 8
-
-
-def _draw_panel(axis: Axes, panel: Panel, runs: Mapping[str, Records]) -> None:
-    alone = len(runs) == 1
-    labelled: set[str] = {""}
-    for colour, records in zip(_colours(), runs.values(), strict=False):
-        for position, (metric, label) in enumerate(panel.curves):
-            steps, values = series(records, metric)
-            if not steps:
-                continue
-            shade = COLOURS[position] if alone else colour
-            style = "-" if alone or position == 0 else "--"
-            _draw_curve(
-                axis,
-                steps,
-                [panel.scale * v for v in values],
-                colour=shade,
-                style=style,
-                label="" if label in labelled else label,
-                sparse=panel.sparse,
-                ends_labelled=alone,
-            )
-            labelled.add(label)
+def _draw_panel(axis: Axes, panel: Panel, records: Records) -> None:
+    for colour, (metric, label) in zip(COLOURS, panel.curves, strict=False):
+        steps, values = series(records, metric)
+        if steps:
+            scaled = [panel.scale * value for value in values]
+            _draw_curve(axis, steps, scaled, colour, label, sparse=panel.sparse)
     axis.set_title(panel.title, fontsize=_TITLE, loc="left", color="#0f172a")
     axis.locator_params(nbins=5)
     axis.tick_params(labelsize=_LABEL, colors="#475569")
@@ -223,39 +174,21 @@ def _draw_panel(axis: Axes, panel: Panel, runs: Mapping[str, Records]) -> None:
     axis.ticklabel_format(axis="y", useOffset=False)
     if panel.from_zero:
         axis.set_ylim(bottom=0)
-    if len(labelled) > 1:
+    if any(label for _, label in panel.curves):
         axis.legend(fontsize=_LABEL, frameon=False)
 
 
 def _draw_curve(
-    axis: Axes,
-    steps: list[float],
-    values: list[float],
-    *,
-    colour: str,
-    style: str,
-    label: str,
-    sparse: bool,
-    ends_labelled: bool,
+    axis: Axes, steps: list[float], values: list[float], colour: str, label: str, *, sparse: bool
 ) -> None:
-    """One curve.
-
-    Args:
-        sparse: with markers.
-        ends_labelled: with the first and last value beside them.
-    """
+    """One curve. sparse: with markers, and the first and last value beside them."""
     if sparse:
-        axis.plot(
-            steps, values, color=colour, ls=style, lw=1.8, marker="o", ms=4, label=label or None
-        )
+        axis.plot(steps, values, color=colour, lw=1.8, marker="o", ms=4, label=label)
         text: dict[str, Any] = {"textcoords": "offset points", "fontsize": _LABEL, "color": colour}
         # The label of the first point does not cover the curve.
         below = len(values) > 1 and values[1] > values[0]
-        if ends_labelled:
-            axis.annotate(
-                f"{values[0]:.1f}", (steps[0], values[0]), (7, -5 if below else 3), **text
-            )
-        if ends_labelled and len(values) > 1:
+        axis.annotate(f"{values[0]:.1f}", (steps[0], values[0]), (7, -5 if below else 3), **text)
+        if len(values) > 1:
             axis.annotate(f"{values[-1]:.1f}", (steps[-1], values[-1]), (0, 7), ha="center", **text)
         axis.margins(x=0.08, y=0.18)
         return
@@ -263,12 +196,4 @@ def _draw_curve(
     if window > 1:
         axis.plot(steps, values, color=colour, lw=0.8, alpha=0.25)
     marker = "o" if len(steps) == 1 else None
-    axis.plot(
-        steps,
-        smooth(values, window),
-        color=colour,
-        ls=style,
-        lw=1.8,
-        marker=marker,
-        label=label or None,
-    )
+    axis.plot(steps, smooth(values, window), color=colour, lw=1.8, marker=marker, label=label)

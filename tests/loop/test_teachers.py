@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import numpy as np
@@ -9,10 +10,11 @@ import pytest
 import torch
 from aiohttp import web
 
-from megatron_gspo.config import ServerConfig
+from megatron_gspo.config import Config, ConfigError, ServerConfig
 from megatron_gspo.data.sample import Sample
 from megatron_gspo.data.training_batch import TrainingBatch
 from megatron_gspo.errors import SharedEngineError
+from megatron_gspo.loop.setup import check_teacher_length
 from megatron_gspo.loop.teachers import ServerTeacher
 from megatron_gspo.mcore.train_step import TeacherScores
 from megatron_gspo.models import family_of, read_config
@@ -26,7 +28,7 @@ from tests.support.distributed import run_distributed
 from tests.support.model_server import ModelServer
 from tests.support.parallel_groups import groups_of
 from tests.support.ports import free_port
-from tests.support.training_runs import tiny_model
+from tests.support.training_runs import base_config, tiny_model
 from tests.support.transformers_reference import all_log_probs, load_reference, response_log_probs
 
 
@@ -96,6 +98,48 @@ def test_a_server_that_scores_other_tokens_is_found_on_every_rank(tmp_path: Path
         messages = run_distributed(message_of_ranks, 2, path, server.url)
         assert len(set(messages)) == 1
         assert f"the teacher at {server.url}: input_token_logprobs has" in messages[0]
+
+
+def info_of(**limits: int) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
+    """Answers that tell SGLang's limits."""
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        return web.json_response({"tp_size": 1, "pp_size": 1, "dp_size": 1, **limits})
+
+    return answer
+
+
+def test_a_server_that_cannot_score_the_longest_sample_is_refused_at_the_start(
+    tmp_path: Path,
+) -> None:
+    path = tiny_model(tmp_path / "model")
+    plain = base_config(path, tmp_path / "run")
+    plain["data"]["max_prompt_length"] = 30
+    plain["rollout"]["max_response_length"] = 70
+    plain["algorithm"] = {"name": "gspo_token"}
+    silent = f"http://127.0.0.1:{free_port()}"
+    with (
+        WebServer(info_of(max_req_input_len=100, max_total_num_tokens=101)) as enough,
+        WebServer(info_of(max_req_input_len=99)) as short,
+        WebServer(info_of(max_total_num_tokens=100)) as small,
+    ):
+        for url, says in (
+            (short.url, f"{short.url} takes at most 99 tokens"),
+            (small.url, f"{small.url} holds sequences of at most 100 tokens"),
+            (None, ""),
+        ):
+            urls = [silent, enough.url, *([url] if url else [])]
+            config = Config.from_dict(plain | {"distillation": {"teacher": path, "urls": urls}})
+            client = client_of(path, *urls)
+            problem = ""
+            try:
+                check_teacher_length(client, config.distillation.by_name[""], config)
+            except ConfigError as error:
+                problem = str(error)
+            finally:
+                client.close()
+            assert bool(problem) == bool(says)
+            assert says in problem and (not says or "with a larger --context-length" in problem)
 
 
 def test_no_server_is_an_error_of_every_rank(tmp_path: Path) -> None:

@@ -113,6 +113,10 @@ def test_the_same_request_is_asked_once_and_another_prompt_is_another_request(tm
     assert scores_of([server.url], "a", cache=cache).rewards.tolist() == [pytest.approx(0.1)]
 
 
+def choice_of(message: dict[str, Any]) -> web.Response:
+    return web.json_response({"choices": [{"message": message, "finish_reason": "stop"}]})
+
+
 FAILING = {
     "busy": web.Response(status=429, text="slow down"),
     "broken": web.Response(status=500),
@@ -123,8 +127,10 @@ FAILING = {
     "no reason": {"score": 0.5},
     "another field": {"reason": "", "score": 0.5, "mood": "good"},
     "cut off": completion('{"reason": "", "score": 0.9}', "length"),
+    "refused": choice_of({"content": None, "refusal": "I can't help\nwith that."}),
+    "filtered": completion('{"reason": "', "content_filter"),
     "no completion": web.json_response({"object": "error"}),
-    "no text": web.json_response({"choices": [{"message": {"content": None}}]}),
+    "no text": choice_of({"content": None}),
 }
 
 
@@ -152,6 +158,8 @@ def copy_of(reply: Any):
         (FAILING["a score out of range"], "the answer breaks its schema (score: "),
         (FAILING["cut off"], "the answer was cut off; give it more tokens"),
         (FAILING["no completion"], "the reply is no chat completion"),
+        (FAILING["refused"], "the judge refused (I can't help with that.)"),
+        (FAILING["filtered"], "the answer was cut off by a content filter"),
     ],
 )
 def test_a_response_without_an_answer_has_no_reward_and_the_others_have_theirs(reply, words):
@@ -185,6 +193,27 @@ def test_a_server_that_hangs_is_left_for_another():
         scores = scores_of([hanging.url, server.url], "a", "ab", request_timeout=0.2)
         assert hanging.asked.is_set()
     np.testing.assert_allclose(scores.rewards, [0.1, 0.2], rtol=1e-6)
+
+
+def test_a_judge_that_hangs_on_half_of_the_responses_scores_the_others():
+    def choose(text: str, schema: dict[str, Any]) -> Any:
+        return None if text.endswith("b") else length_of_response(text, schema)
+
+    with JudgeServer(choose) as server:
+        scores = scores_of([server.url], "a", "b", "aa", "ab", request_timeout=1.0, attempts=1)
+    np.testing.assert_allclose(scores.rewards, [0.1, np.nan, 0.2, np.nan], rtol=1e-6)
+    assert scores.messages[1] == (
+        f"JudgeError: no answer after 1 attempt (server {server.url}/v1/chat/completions: no answer"
+        " within 1 s)"
+    )
+
+
+def test_a_server_that_hangs_until_the_limit_is_named():
+    with JudgeServer(in_turn(None)) as hanging:
+        scores = scores_of([hanging.url], "a", time_limit=0.3)
+    assert scores.messages[0] == (
+        f"JudgeError: no answer within 0.3 s (server {hanging.url}: it has not answered yet)"
+    )
 
 
 def test_a_dead_server_does_not_count_while_another_lives():

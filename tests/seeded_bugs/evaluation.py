@@ -13,13 +13,6 @@ EVALUATION = (
         test="tests/rollout/test_pass_at_k.py::test_by_hand",
     ),
     SeededBug(
-        name="a rating in nats for one in base 10",
-        file="tools/evaluate/elo.py",
-        before="SCALE = 400.0 / math.log(10.0)",
-        after="SCALE = 400.0",
-        test="tests/tools/evaluate/test_elo.py::test_expected_scores_are_the_published_ones",
-    ),
-    SeededBug(
         name="a response without a score counts as an average one",
         file="tools/evaluate/task_scores.py",
         before="np.nan_to_num(rewards, nan=0.0)",

@@ -6,6 +6,20 @@ from tests.seeded_bugs.seeded_bug import SeededBug
 
 ROLLOUTS = (
     SeededBug(
+        name="a log-prob just above -256 is sent as 0",
+        file="megatron_gspo/rollout/top_codec.py",
+        before="codes.max(initial=0) >= _ZERO",
+        after="codes.max(initial=0) > _ZERO",
+        test="tests/rollout/test_top_codec.py::test_what_has_a_code_takes_six_bytes",
+    ),
+    SeededBug(
+        name="one token among the ids that could be drawn is enough",
+        file="megatron_gspo/rollout/server_engine/response_checks.py",
+        before="np.bincount(numbers[is_drawn], minlength=len(rows)).all()",
+        after="is_drawn.any()",
+        test="tests/rollout/vllm/test_response_parser.py::test_the_ids_that_could_be_drawn_have_finite_log_probs",
+    ),
+    SeededBug(
         name="the ids that could be drawn begin with one of the token before",
         file="megatron_gspo/data/packing.py",
         before="support[is_present] = ids[ranges(starts, lengths)]",

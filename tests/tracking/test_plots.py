@@ -24,11 +24,11 @@ RL = [
 
 
 def test_panels_of_a_run() -> None:
-    assert [p.title for p in PANELS if _has_data(p, {"rl": RL})] == [
+    assert [p.title for p in PANELS if _has_data(p, RL)] == [
         "Training reward (mean)",
         "Held-out accuracy, %",
     ]
-    assert [p.title for p in PANELS if _has_data(p, {"sft": [{"step": 1, "loss": 2.0}]})] == [
+    assert [p.title for p in PANELS if _has_data(p, [{"step": 1, "loss": 2.0}])] == [
         "Training loss"
     ]
 

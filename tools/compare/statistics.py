@@ -67,19 +67,17 @@ def interval(values: Sequence[float], confidence: float = CONFIDENCE) -> Interva
     return Interval(mean, low, high, count)
 
 
-def interval_text(
-    values: Interval | Difference | None, scale: float = 100.0, digits: int = 1, sign: str = ""
-) -> str:
-    """`61.2 [58.0, 64.4]`; without an interval the mean alone.
+def interval_text(values: Interval | Difference | None, sign: str = "") -> str:
+    """In percent, `61.2 [58.0, 64.4]`; without an interval the mean alone.
 
     sign: `+` shows that of positive means too.
     """
     if values is None:
         return "-"
-    text = f"{scale * values.mean:{sign}.{digits}f}"
+    text = f"{100 * values.mean:{sign}.1f}"
     if values.low is None or values.high is None:
         return text
-    return f"{text} [{scale * values.low:{sign}.{digits}f}, {scale * values.high:{sign}.{digits}f}]"
+    return f"{text} [{100 * values.low:{sign}.1f}, {100 * values.high:{sign}.1f}]"
 
 
 def bootstrap_interval(values: ArrayLike, confidence: float = CONFIDENCE) -> Interval:

@@ -1,5 +1,4 @@
-"""Evaluate a model on task files: accuracy, pass@k and ratings with intervals, as lines and as
-JSON.
+"""Evaluate a model on task files: accuracy and pass@k with intervals, as lines and as JSON.
 
     megatron-gspo evaluate MODEL [--tasks FILE ...] [key=value ...]
 

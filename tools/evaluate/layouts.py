@@ -3,14 +3,13 @@
 | layout | fields; further ones that are read | verifier |
 | --- | --- | --- |
 | livecodebench | `question_content`, `public_test_cases`; `private_test_cases`, `contest_date` and others | `code` |
-| codeforces | `contest_id`, `index`, `description`, `official_tests`; `rating`, `contest_start` and others | `code` |
+| codeforces | `contest_id`, `index`, `description`, `official_tests`; `contest_start` and others | `code` |
 | plain | `data.prompt_key`, `data.answer_key`; any further fields | `data.verifier` |
 | math | `problem` or `question` and `answer`, or capitalised (AIME 2024 and 2025) | `math_verify` |
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -59,18 +58,6 @@ def parse_date(value: Any) -> datetime | None:
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         return datetime.fromtimestamp(value, UTC).replace(tzinfo=None)
     return datetime.fromisoformat(str(value).removesuffix("Z")).replace(tzinfo=None)
-
-
-def rating_of(row: Row) -> float | None:
-    """The problem's rating; None where it has none."""
-    value = row.get("rating")
-    known = (
-        isinstance(value, (int, float))
-        and not isinstance(value, bool)
-        and math.isfinite(value)
-        and value > 0
-    )
-    return float(value) if known and value is not None else None
 
 
 def _livecodebench(row: Row, language: str) -> dict[str, Any]:

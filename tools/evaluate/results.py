@@ -10,7 +10,7 @@ from typing import Any
 
 from megatron_gspo.config import Config
 from megatron_gspo.errors import printable
-from megatron_gspo.tools.compare.statistics import Interval, interval_text
+from megatron_gspo.tools.compare.statistics import interval_text
 from megatron_gspo.tools.evaluate.task_scores import TaskScores
 from megatron_gspo.tracking.run_directory import write_atomically
 
@@ -20,11 +20,6 @@ def print_scores(scores: Sequence[TaskScores]) -> None:
     for each in scores:
         words = [f"mean@{each.samples} {interval_text(each.accuracy)} %"]
         words += [f"pass@{k} {interval_text(p)}" for k, p in each.pass_at_k.items() if k > 1]
-        if each.rating is not None:
-            rating = each.rating
-            interval = Interval(rating.rating, rating.low, rating.high, rating.problems)
-            shown = interval_text(interval, scale=1.0, digits=0)
-            words.append(f"rating {shown} of {rating.problems} problems")
         words += [f"{count} rows left out: {reason}" for reason, count in each.left_out.items()]
         if each.failures:
             words.append(f"{each.failures} responses without a score")

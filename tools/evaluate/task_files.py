@@ -19,7 +19,7 @@ from megatron_gspo.data.prompt_mix import MixedPrompts
 from megatron_gspo.data.prompt_rows import has_field
 from megatron_gspo.data.prompts import Tokenizer, build_prompts
 from megatron_gspo.data.sample import Prompt
-from megatron_gspo.tools.evaluate.layouts import Layout, LeftOut, layout_of, rating_of
+from megatron_gspo.tools.evaluate.layouts import Layout, LeftOut, layout_of
 
 Window = tuple[datetime | None, datetime | None]
 
@@ -29,7 +29,7 @@ class Task:
     """Prompts of one file, and how their responses are scored.
 
     name: of its results. data: format and verifier. left_out: rows that are not evaluated, by
-    reason. ratings: of the problems, one per prompt; None where a prompt has none.
+    reason.
     """
 
     name: str
@@ -37,11 +37,6 @@ class Task:
     prompts: tuple[Prompt, ...]
     left_out: dict[str, int] = field(default_factory=dict)
     layout: str = "plain"
-
-    @property
-    def ratings(self) -> list[float | None]:
-        """The rating of each prompt's problem; None where it has none."""
-        return [rating_of(prompt.metadata) for prompt in self.prompts]
 
     @property
     def fingerprint(self) -> str:

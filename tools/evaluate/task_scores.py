@@ -11,7 +11,6 @@ import numpy as np
 from megatron_gspo.rewards.scorer import FAILURE
 from megatron_gspo.rollout.pass_at_k import prompt_pass_at_k
 from megatron_gspo.tools.compare.statistics import Interval, bootstrap_interval
-from megatron_gspo.tools.evaluate.elo import Rating, estimate_rating
 from megatron_gspo.tools.evaluate.task_files import Task
 
 
@@ -19,11 +18,11 @@ from megatron_gspo.tools.evaluate.task_files import Task
 class TaskScores:
     """Scores of `prompts` x `samples` responses.
 
-    label, step: of the model. accuracy: mean@n, the mean reward. pass_at_k: by k. rating: None for
-    a task without ratings. response_length: mean, tokens. truncated: share that reached the maximum
-    length. failures: responses without a score, which count as not solved. left_out: rows of the
-    file that were not evaluated, by reason. difference: accuracy less that of the first model,
-    paired by prompt; None for the first. Intervals are 95 %, of the bootstrap over prompts.
+    label, step: of the model. accuracy: mean@n, the mean reward. pass_at_k: by k.
+    response_length: mean, tokens. truncated: share that reached the maximum length. failures:
+    responses without a score, which count as not solved. left_out: rows of the file that were not
+    evaluated, by reason. difference: accuracy less that of the first model, paired by prompt; None
+    for the first. Intervals are 95 %, of the bootstrap over prompts.
     """
 
     task: str
@@ -34,7 +33,6 @@ class TaskScores:
     samples: int
     accuracy: Interval
     pass_at_k: dict[int, Interval]
-    rating: Rating | None
     response_length: float
     truncated: float
     failures: int
@@ -73,7 +71,6 @@ def score_task(
             k: bootstrap_interval(prompt_pass_at_k(rewards, k))
             for k in ks or default_k(rewards.shape[1])
         },
-        rating=_rating(task, prompt_pass_at_k(rewards, 1)),
         response_length=float(np.mean([record["response_length"] for record in flat])),
         truncated=float(np.mean([record["finish_reason"] == "length" for record in flat])),
         failures=sum(FAILURE in record["metadata"] for record in flat),
@@ -95,15 +92,3 @@ def reward_table(groups: Sequence[Sequence[Mapping[str, Any]]]) -> np.ndarray:
 def prompt_accuracy(rewards: np.ndarray) -> np.ndarray:
     """[prompts]: the mean reward of each prompt's responses."""
     return rewards.mean(axis=1)
-
-
-def _rating(task: Task, solved: np.ndarray) -> Rating | None:
-    """From the problems that have a rating."""
-    rated = [
-        (share, rating)
-        for share, rating in zip(solved, task.ratings, strict=True)
-        if rating is not None
-    ]
-    if not rated:
-        return None
-    return estimate_rating(*np.array(rated).T)

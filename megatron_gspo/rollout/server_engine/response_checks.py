@@ -6,6 +6,7 @@ ranges are validated, and nothing that it sends is unpickled.
 
 from __future__ import annotations
 
+import itertools
 from array import array
 from collections.abc import Sequence
 from typing import Annotated, TypeVar
@@ -51,13 +52,17 @@ def checked_reason(reason: object, received: object, context: RequestContext) ->
 def checked_tokens(ids: list[int], context: RequestContext) -> np.ndarray:
     """[n] int64 below the vocabulary's size. Raises `ResponseError`."""
     tokens = np.frombuffer(array("q", ids), np.int64)
+    _check_ids(tokens, context)
+    return tokens
+
+
+def _check_ids(ids: np.ndarray, context: RequestContext) -> None:
     vocab_size = context.model.vocab_size
-    if len(tokens) and tokens.max() >= vocab_size:
-        wrong = tokens[tokens >= vocab_size][0]
+    if ids.max(initial=0) >= vocab_size:
+        wrong = ids[ids >= vocab_size][0]
         raise ResponseError(
             f"{context.name}: token id {wrong} came back; the vocabulary has {vocab_size}"
         )
-    return tokens
 
 
 def checked_log_probs(values: Sequence[float], context: RequestContext) -> np.ndarray:
@@ -102,21 +107,23 @@ def checked_support(
     """
     if not context.max_support:
         return None, None
-    drawn = tokens.tolist()
-    if len(rows) != len(drawn):
+    if len(rows) != len(tokens):
         raise ResponseError(
             f"{context.name}: the ids that could be drawn came back at {len(rows)} of"
-            f" {len(drawn)} tokens"
+            f" {len(tokens)} tokens"
         )
-    if any(token not in row for token, row in zip(drawn, rows, strict=True)):
+    lengths = np.fromiter(map(len, rows), np.int32, len(rows))
+    if lengths.max(initial=0) > context.max_support:
+        raise too_many_ids(context.max_support)
+    ids = np.fromiter(itertools.chain.from_iterable(rows), np.int32, int(lengths.sum()))
+    _check_ids(ids, context)
+    numbers = np.repeat(np.arange(len(rows)), lengths)
+    is_drawn = ids == tokens[numbers]
+    if not np.bincount(numbers[is_drawn], minlength=len(rows)).all():
         raise ResponseError(
             f"{context.name}: a token is not among the ids that could be drawn there"
         )
-    lengths = np.array([len(row) for row in rows], dtype=np.int32)
-    if lengths.max(initial=0) > context.max_support:
-        raise too_many_ids(context.max_support)
-    ids = checked_tokens([token for row in rows for token in row], context)
-    return lengths, ids.astype(np.int32)
+    return lengths, ids
 
 
 def check_end(tokens: np.ndarray, reason: str, context: RequestContext) -> None:

@@ -19,6 +19,7 @@ from megatron_gspo.servers.backoff import Backoff
 from megatron_gspo.servers.http_client import EventLoop, ServerClient, ServerError, open_session
 from megatron_gspo.servers.server_launch import read_api_key
 
+_INFO_SECONDS = 10.0  # until a server has told its limits
 _BACKOFF = Backoff(0.2, longest=5.0)
 
 
@@ -45,6 +46,26 @@ class ScoringClient:
     def top_count(self) -> int:
         """The most likely ids at each token that are asked for."""
         return self._model.top_log_probs
+
+    def too_short(self, longest: int) -> str:
+        """Which server can't score `longest` tokens; "" where all can, or do not say."""
+
+        async def check(server: ServerClient) -> str:
+            try:
+                info = await self._api.server_info(server, timeout=_INFO_SECONDS)
+            except ServerError:
+                return ""  # a server that is down at the start may be up at the first batch
+            if info.max_input_tokens is not None and longest > info.max_input_tokens:
+                return f"{server.url} takes at most {info.max_input_tokens} tokens"
+            # A scored sequence is a prompt with one further token.
+            if info.max_total_tokens is not None and longest >= info.max_total_tokens:
+                return f"{server.url} holds sequences of at most {info.max_total_tokens} tokens"
+            return ""
+
+        async def check_all() -> list[str]:
+            return await asyncio.gather(*map(check, self._servers))
+
+        return next(filter(None, self._loop.run(check_all())), "")
 
     def score(self, sequences: Sequence[np.ndarray]) -> list[InputScores]:
         """The scores of each sequence [L].

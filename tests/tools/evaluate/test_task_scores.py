@@ -8,7 +8,6 @@ import pytest
 from megatron_gspo.config import DataConfig
 from megatron_gspo.data.sample import Prompt
 from megatron_gspo.tools.compare.statistics import bootstrap_interval
-from megatron_gspo.tools.evaluate.elo import estimate_rating
 from megatron_gspo.tools.evaluate.task_files import Task
 from megatron_gspo.tools.evaluate.task_scores import (
     prompt_accuracy,
@@ -36,15 +35,13 @@ def records(rewards=REWARDS):
     }
 
 
-def task(*ratings):
-    prompts = [
-        Prompt(i, np.array([1]), "", None, {"rating": rating}) for i, rating in enumerate(ratings)
-    ]
+def task(count):
+    prompts = [Prompt(i, np.array([1]), "") for i in range(count)]
     return Task("numbers", DataConfig(prompts="x"), tuple(prompts), {"no tests": 2})
 
 
 def test_scores_by_hand():
-    scores = score_task(task(None, None, None), "step_000002", 2, records(), (1, 2))
+    scores = score_task(task(3), "step_000002", 2, records(), (1, 2))
     assert (scores.task, scores.label, scores.step, scores.prompts, scores.samples) == (
         "numbers",
         "step_000002",
@@ -54,7 +51,7 @@ def test_scores_by_hand():
     )
     # the response without a score counts as not solved
     assert scores.accuracy.mean == pytest.approx((0.5 + 0 + 1.5 / 4) / 3)
-    assert (scores.failures, scores.left_out, scores.rating) == (1, {"no tests": 2}, None)
+    assert (scores.failures, scores.left_out) == (1, {"no tests": 2})
     # pass@2 of 4: 2 successes miss with 1/6, one success with 1/2; a reward of 0.5 is no success
     assert scores.pass_at_k[2].mean == pytest.approx((5 / 6 + 0 + 1 / 2) / 3)
     assert scores.pass_at_k[1].mean == pytest.approx((1 / 2 + 0 + 1 / 4) / 3)
@@ -64,7 +61,7 @@ def test_scores_by_hand():
 
 def test_the_interval_is_over_prompts_not_responses():
     rewards = {i: [float(i % 2)] * 50 for i in range(20)}
-    scores = score_task(task(*[None] * 20), "m", None, records(rewards))
+    scores = score_task(task(20), "m", None, records(rewards))
     # Of 20 values, not 1000.
     assert (scores.accuracy.low, scores.accuracy.high) == pytest.approx((0.3, 0.7), abs=0.051)
     assert scores.accuracy.count == 20
@@ -74,17 +71,7 @@ def test_differences_are_paired():
     rng = np.random.default_rng(0)
     first = rng.random((40, 1))
     second = {i: [float(value + 0.1)] for i, value in enumerate(first[:, 0])}
-    scores = score_task(
-        task(*[None] * 40), "m", None, records(second), first=prompt_accuracy(first)
-    )
+    scores = score_task(task(40), "m", None, records(second), first=prompt_accuracy(first))
     # each prompt gains the same: no spread, though the accuracies overlap
     assert (scores.difference.low, scores.difference.high) == pytest.approx((0.1, 0.1))
     assert scores.accuracy.low < bootstrap_interval(first[:, 0]).high
-
-
-def test_a_rating_from_the_rated_problems():
-    scores = score_task(task(1000, None, 1400), "m", None, records())
-    assert (
-        scores.rating == estimate_rating([0.5, 0.25], [1000.0, 1400.0])
-        and scores.rating.problems == 2
-    )

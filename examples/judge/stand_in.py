@@ -1,0 +1,50 @@
+"""Stands where a judge would be served, to try `judge` on a CPU: the score is the share of the
+answer's letters that the response has in their places.
+
+python examples/judge/stand_in.py          # port 8000; ends with Ctrl-C
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+SECTIONS = re.compile(r"# Reference answer\n\n(.*)\n\n# Response\n\n(.*)", re.DOTALL)
+
+
+def verdict_of(text: str) -> dict[str, str | float]:
+    """The verdict on the default template's text."""
+    match = SECTIONS.search(text)
+    assert match is not None, "give prompts with answers, and no template"
+    answer, response = match.groups()
+    right = sum(a == b for a, b in zip(answer, response, strict=False))
+    score = right / max(len(answer), len(response))
+    return {"reason": f"{right} letters are right.", "score": score}
+
+
+class ChatCompletions(BaseHTTPRequestHandler):
+    """OpenAI's protocol, as far as it is used."""
+
+    protocol_version = "HTTP/1.1"
+
+    def do_POST(self) -> None:
+        request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        verdict = verdict_of(request["messages"][-1]["content"])
+        message = {"role": "assistant", "content": json.dumps(verdict)}
+        choice = {"index": 0, "message": message, "finish_reason": "stop"}
+        payload = json.dumps({"object": "chat.completion", "choices": [choice]}).encode()
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(payload)))
+        self.end_headers()
+        self.wfile.write(payload)
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Silent."""
+
+
+if __name__ == "__main__":
+    port = int(sys.argv[1]) if len(sys.argv) > 1 else 8000
+    ThreadingHTTPServer(("127.0.0.1", port), ChatCompletions).serve_forever()
