@@ -1,6 +1,8 @@
 """Many agents at the same time: no call is lost, and none gets the reply of another."""
 
 import asyncio
+import gc
+import sys
 
 import numpy as np
 
@@ -57,3 +59,24 @@ async def test_200_sessions() -> None:
             replies = [TOKENIZER.decode(response[turn.start : turn.end]) for turn in row.turns]
             assert replies == [f"{text}<|im_end|>" for text in expected]
             assert (run.tree.num_calls, run.tree.undelivered, run.reward) == (TURNS, 0, number)
+
+
+@in_event_loop
+async def test_runs_that_are_over_leave_nothing_behind() -> None:
+    """A path of its own for each run fills the caches of URLs, which hold 128, and no more."""
+    async with serving(echo) as served:
+
+        async def blocks_after(seeds: range) -> int:
+            """Python's blocks of memory when runs with these seeds are over."""
+            for seed in seeds:
+                run = served.open_run(seed=seed)
+                text = f"session {seed}"
+                await served.message([{"role": "user", "content": text}], run=run)
+                served.endpoint.end_run(run)
+            served.generator.calls.clear()
+            gc.collect()
+            return sys.getallocatedblocks()
+
+        before = await blocks_after(range(150))
+        grown = await blocks_after(range(150, 300)) - before
+        assert grown < 3 * 150, "a run that is kept has a hundred blocks"
