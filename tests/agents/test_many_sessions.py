@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import sys
+import weakref
 
 import numpy as np
 
@@ -80,3 +81,28 @@ async def test_runs_that_are_over_leave_nothing_behind() -> None:
         before = await blocks_after(range(150))
         grown = await blocks_after(range(150, 300)) - before
         assert grown < 3 * 150, "a run that is kept has a hundred blocks"
+
+
+@in_event_loop
+async def test_a_run_that_is_over_is_no_cycle() -> None:
+    """Python looks for old cycles after thousands of runs alone."""
+    async with serving(echo) as served:
+
+        async def play() -> weakref.ref[AgentRun]:
+            """A run whose listener knows it, as the process that hosts agents has them."""
+            opened: list[AgentRun] = []
+            run = served.endpoint.open_run(
+                served.generator, served.limits, seed=1, on_delivery=lambda: opened.copy()
+            )
+            opened.append(run)
+            await served.message([{"role": "user", "content": "hello"}], run=run)
+            served.endpoint.end_run(run)
+            return weakref.ref(run)
+
+        gc.disable()
+        try:
+            known = await play()
+            await asyncio.sleep(0.1)  # until the connection has answered
+            assert known() is None
+        finally:
+            gc.enable()
