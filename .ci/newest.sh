@@ -12,7 +12,7 @@ cd "$(dirname "$0")/.."
 copy=build/newest
 rm -rf "$copy"
 mkdir -p "$copy"
-git ls-files -z | xargs -0 cp --parents -t "$copy"
+git ls-files -z | xargs -0 cp -P --parents -t "$copy"
 cd "$copy"
 
 python=3.13

@@ -463,6 +463,7 @@ class _Host:
         self.responses = responses
         self.routes = routes
         self.seconds: dict[str, float] = {}
+        self.ratios: dict[str, Any] = {}
         self.connection = connection
         self.turn = turn
         self.client = Response(length, routes=routes)
@@ -555,7 +556,7 @@ class _Host:
 
         scores = self.scored(batch, plan.first_epoch, ())
         with self.phase("metrics"):
-            mismatch(batch, scores)
+            mismatch(batch, scores, self.ratios)
         with self.phase("advantages"):
             batch = batch.with_column("old_log_probs", scores)
             batch, _ = mask_samples(batch, step=0, truncated=False)
@@ -564,19 +565,17 @@ class _Host:
 
     def update(self, batch: Any, plan: Any) -> None:
         """Pack, collect and measure each mini-batch."""
-        from megatron_gspo.algorithms import ratio_histograms
         from megatron_gspo.loop.optimizer_steps import _add_ratios
         from megatron_gspo.loop.ratio_quantiles import quantiles_over_ranks
         from megatron_gspo.loop.sample_metrics import sample_metrics
 
-        ratios = ratio_histograms()
         for rows, packing in plan.updates:
             mini_batch = batch.select(rows)
             log_probs = self.scored(mini_batch, packing, ("old_log_probs",))
             with self.phase("metrics"):
-                _add_ratios(ratios, mini_batch, log_probs)
+                _add_ratios(self.ratios, mini_batch, log_probs)
         with self.phase("metrics"):
-            quantiles_over_ranks(ratios, batch)
+            quantiles_over_ranks(self.ratios, batch)
             sample_metrics(batch, version=3, supervised=False)
 
     def scored(self, batch: Any, plan: Any, optional: tuple[str, ...]) -> np.ndarray:

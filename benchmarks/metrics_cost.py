@@ -27,7 +27,7 @@ _UNCOUNTED_STEPS = 2
 PARTS = {
     "ratio histograms": [
         "loop.optimizer_steps:_add_ratios",
-        "loop.optimizer_steps:quantiles_over_ranks",
+        "loop.training_loop:quantiles_over_ranks",
     ],
     "rollout mismatch": ["loop.log_probs:mismatch", "loop.optimizer_steps:largest_log_ratio"],
     "loss metrics": [

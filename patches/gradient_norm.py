@@ -9,7 +9,7 @@ when: upstream keeps the norms on the device and scales in place.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -47,6 +47,11 @@ def foreach_scale(
         torch._foreach_mul_(list(results), scale)
 
 
+def _returning(ours: Callable[..., Any]) -> Callable[[object], Callable[..., Any]]:
+    """A choice by the tensors, which is always ours."""
+    return lambda _: ours
+
+
 def apply() -> None:
     """Replace the slow functions where Megatron uses them; a no-op with Transformer Engine or
     Apex.
@@ -60,4 +65,4 @@ def apply() -> None:
     ):
         chosen = getattr(clip_grads, name, None)
         if chosen is None or chosen is getattr(utils, upstream, None):
-            replace(clip_grads, name, lambda _, ours=ours: ours)
+            replace(clip_grads, name, _returning(ours))

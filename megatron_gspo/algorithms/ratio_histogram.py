@@ -40,27 +40,46 @@ Reduce: TypeAlias = Callable[[Tensor], Tensor]
 
 
 class RatioHistogram:
-    """Log-ratios of this rank, to which more can be added.
-
-    counts: [bins] int64, the log-ratios in each bin. extremes: [2] float64, the largest of -d and
-    of d.
-    """
+    """Log-ratios of this rank, to which more can be added. They are counted many at a time: to count
+    few costs as much."""
 
     def __init__(self) -> None:
-        self.counts = torch.zeros(_BINS, dtype=torch.long)
-        self.extremes = torch.full((2,), -math.inf, dtype=torch.float64)
+        self._counts = torch.zeros(_BINS, dtype=torch.long)
+        self._extremes = torch.full((2,), -math.inf, dtype=torch.float64)
+        self._waiting: list[Tensor] = []
+        self._num_waiting = 0
+
+    @property
+    def counts(self) -> Tensor:
+        """[bins] int64, the log-ratios in each bin."""
+        self._count_waiting()
+        return self._counts
+
+    @property
+    def extremes(self) -> Tensor:
+        """[2] float64, the largest of -d and of d."""
+        self._count_waiting()
+        return self._extremes
 
     def add(self, log_ratio: Tensor) -> None:
-        """Count log-ratios [m], m >= 0. NaN counts as the largest."""
-        d = log_ratio.detach().double().cpu()
-        if not d.numel():
+        """Add log-ratios [m], m >= 0. NaN counts as the largest."""
+        self._waiting.append(log_ratio.detach().double().cpu())
+        self._num_waiting += log_ratio.numel()
+        if self._num_waiting >= _PIECE:
+            self._count_waiting()
+
+    def _count_waiting(self) -> None:
+        if not self._num_waiting:
             return
+        d = torch.cat(self._waiting)
+        self._waiting = []
+        self._num_waiting = 0
         for piece in d.split(_PIECE):  # whose temporaries stay in a core's cache
             bins = _bins_of(piece.float())
             # In place: a few log-ratios do not touch all bins.
-            self.counts.index_add_(0, bins, torch.ones_like(bins, dtype=torch.long))
+            self._counts.index_add_(0, bins, torch.ones_like(bins, dtype=torch.long))
         smallest, largest = torch.aminmax(d)
-        self.extremes = torch.maximum(self.extremes, torch.stack([-smallest, largest]))
+        self._extremes = torch.maximum(self._extremes, torch.stack([-smallest, largest]))
 
     def quantiles(self) -> dict[str, float]:
         """`QUANTILES` of this rank's ratios, linearly interpolated; {} where there are none."""

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from megatron_gspo.algorithms import RatioHistogram
 from megatron_gspo.config import Config, ConfigError, RolloutConfig
 from megatron_gspo.data.training_batch import TrainingBatch
 from megatron_gspo.loop.rollout_correction import mismatch
@@ -24,12 +25,14 @@ def with_log_probs(
     plan: StepPlan,
     routing: RoutingReplay,
     timers: Timers,
+    ratios: dict[str, RatioHistogram],
 ) -> tuple[TrainingBatch, dict[str, float]]:
     """The batch with columns ``old_log_probs`` of the training engine (or the rollout's own) and
     ``ref_log_probs`` if there is a reference policy, and with the routes that the updates need;
     ``mismatch/*`` and ``entropy``.
 
-    Without an importance ratio and a reference the batch is returned unchanged.
+    Without an importance ratio and a reference the batch is returned unchanged. ``ratios``: as of
+    ``mismatch``.
     """
     check_supports(batch, config.rollout)
     if not routing.has_ratio and reference is None:
@@ -38,7 +41,7 @@ def with_log_probs(
     if config.algorithm.old_log_probs == "rollout":
         batch = _with_rollout_log_probs(batch, policy, config, plan, routing, timers)
     else:
-        batch, metrics = _with_old_log_probs(batch, policy, config, plan, routing, timers)
+        batch, metrics = _with_old_log_probs(batch, policy, config, plan, routing, timers, ratios)
     if reference is not None:
         with timers("log_probs"):
             ref_log_probs = compute_log_probs(
@@ -70,6 +73,7 @@ def _with_old_log_probs(
     plan: StepPlan,
     routing: RoutingReplay,
     timers: Timers,
+    ratios: dict[str, RatioHistogram],
 ) -> tuple[TrainingBatch, dict[str, float]]:
     """Recomputed by the training engine."""
     with timers("log_probs"):
@@ -84,7 +88,7 @@ def _with_old_log_probs(
         )
     batch = routing.with_old_routes(batch, range(len(batch)), scores.routing, timers)
     assert scores.entropy is not None
-    metrics = mismatch(batch, scores.log_probs) | {
+    metrics = mismatch(batch, scores.log_probs, ratios) | {
         "entropy": _mean_of_trained(scores.entropy, batch)
     }
     return batch.with_column("old_log_probs", scores.log_probs), metrics

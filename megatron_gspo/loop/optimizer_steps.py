@@ -19,7 +19,6 @@ from megatron_gspo.algorithms import (
 from megatron_gspo.config import Config
 from megatron_gspo.data.training_batch import TrainingBatch
 from megatron_gspo.errors import RunError, first_line
-from megatron_gspo.loop.ratio_quantiles import quantiles_over_ranks
 from megatron_gspo.loop.rollout_correction import mismatch
 from megatron_gspo.loop.routing import RoutingReplay
 from megatron_gspo.loop.step_plan import StepPlan
@@ -60,17 +59,18 @@ def run_optimizer_steps(
     plan: StepPlan,
     routing: RoutingReplay,
     timers: Timers,
+    ratios: dict[str, RatioHistogram],
     teacher: TeacherStates | None = None,
 ) -> Update:
     """Train on a rollout batch: ``ppo_epochs`` passes, one optimizer step for each mini-batch.
-    ``teacher``: of the micro-batches of all mini-batches, of one epoch.
+    ``ratios``: those of the updates are added, under the names of their quantiles. ``teacher``: of
+    the micro-batches of all mini-batches, of one epoch.
 
     A mini-batch without a trained token is skipped and counted. Metrics are means over optimizer
     steps.
     """
     results: list[StepResult] = []
     update = Update({})
-    ratios = ratio_histograms()
     skipped = 0
     clock = policy.config.timers
     if clock is not None:
@@ -101,7 +101,7 @@ def run_optimizer_steps(
         )
         # Before it the policy is the old one.
         if not results and config.algorithm.old_log_probs == "rollout":
-            update.metrics.update(mismatch(mini_batch, result.log_probs))
+            update.metrics.update(mismatch(mini_batch, result.log_probs, ratios))
         elif not results and config.algorithm.has_ratio:
             largest = largest_log_ratio(mini_batch, result.log_probs)
             update.metrics["log_ratio/first_update"] = largest
@@ -115,8 +115,6 @@ def run_optimizer_steps(
     if not results:
         return Update(metrics)
     metrics |= update.metrics | averaged_metrics(finished_metrics(results, policy))
-    if config.algorithm.has_ratio:
-        metrics |= quantiles_over_ranks(ratios, batch)
     metrics |= packing_metrics(policy, results)
     metrics |= clock.read_and_reset() if clock is not None else {}
     return replace(update, metrics=metrics)
@@ -185,11 +183,17 @@ def packing_metrics(policy: Policy, results: Sequence[StepResult]) -> dict[str, 
 def _add_ratios(
     ratios: dict[str, RatioHistogram], batch: TrainingBatch, log_probs: np.ndarray
 ) -> None:
-    """Add the ratios of this replica's responses in an update."""
+    """Add the ratios of this replica's responses in an update to ``ratio_token`` and
+    ``ratio_sequence``."""
+    if "ratio_token" not in ratios:
+        ratios.update(
+            {f"ratio_{level}": of_level for level, of_level in ratio_histograms().items()}
+        )
+    histograms = {level: ratios[f"ratio_{level}"] for level in ("token", "sequence")}
     responses = batch.responses.only("old_log_probs", "loss_mask")
     for piece in responses.with_column("log_probs", log_probs).pieces():
         add_ratios(
-            ratios,
+            histograms,
             torch.from_numpy(piece["log_probs"]),
             torch.from_numpy(piece["old_log_probs"]),
             torch.from_numpy(piece["loss_mask"]),

@@ -15,17 +15,19 @@ from megatron_gspo.data.training_batch import TrainingBatch
 def quantiles_over_ranks(
     histograms: Mapping[str, RatioHistogram], batch: TrainingBatch
 ) -> dict[str, float]:
-    """``ratio_<level>/<quantile>`` of the histograms of all holders of the batch.
+    """``<name>/<quantile>`` of the histograms, by name, of all holders of the batch.
 
-    A collective of its replicas.
+    A collective of its replicas. One call with all histograms of a step takes the time of one.
     """
+    if not histograms:
+        return {}
 
     def over(reduce: Callable[[np.ndarray], np.ndarray]) -> Callable[[Tensor], Tensor]:
         return lambda x: torch.from_numpy(reduce(x.numpy()))
 
     quantiles = quantiles_of(list(histograms.values()), over(batch.summed), over(batch.largest))
     return {
-        f"ratio_{level}/{name}": value
-        for level, of_level in zip(histograms, quantiles, strict=True)
-        for name, value in of_level.items()
+        f"{name}/{quantile}": value
+        for name, of_histogram in zip(histograms, quantiles, strict=True)
+        for quantile, value in of_histogram.items()
     }

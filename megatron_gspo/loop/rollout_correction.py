@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron_gspo.algorithms import (
+    RatioHistogram,
     Segments,
     add_ratios,
     mismatch_metrics,
@@ -25,7 +26,6 @@ from megatron_gspo.algorithms import (
 from megatron_gspo.config import AlgorithmConfig, ConfigError
 from megatron_gspo.data.columns import Columns
 from megatron_gspo.data.training_batch import TrainingBatch
-from megatron_gspo.loop.ratio_quantiles import quantiles_over_ranks
 
 
 @dataclass(frozen=True)
@@ -51,9 +51,13 @@ class _Tokens:
         )
 
 
-def mismatch(batch: TrainingBatch, log_probs: np.ndarray) -> dict[str, float]:
+def mismatch(
+    batch: TrainingBatch, log_probs: np.ndarray, ratios: dict[str, RatioHistogram]
+) -> dict[str, float]:
     """``mismatch/*``: differences between the rollout engine's log-probs and ``log_probs`` [T] of
     the training engine. Empty if the engine gives none. A collective of the batch's group.
+
+    Their ratios are added to ``ratios``, under the names of their quantiles.
     """
     if batch.lacks("rollout_log_probs"):
         return {}
@@ -79,9 +83,8 @@ def mismatch(batch: TrainingBatch, log_probs: np.ndarray) -> dict[str, float]:
         )
     metrics = dict(zip(totals, batch.sum(*totals.values()), strict=True))
     metrics["mismatch/abs_diff_max"] = batch.max(largest)[0]
-    return metrics | {
-        f"mismatch/{name}": v for name, v in quantiles_over_ranks(histograms, batch).items()
-    }
+    ratios.update({f"mismatch/ratio_{level}": of_level for level, of_level in histograms.items()})
+    return metrics
 
 
 def correct_mismatch(

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from megatron_gspo.algorithms import RatioHistogram
 from megatron_gspo.config import Config
 from megatron_gspo.data.sample_batch import SampleBatch
 from megatron_gspo.data.training_batch import TrainingBatch
@@ -32,6 +33,7 @@ from megatron_gspo.loop.metrics_logging import MetricsLogger
 from megatron_gspo.loop.optimizer_steps import Update, run_optimizer_steps
 from megatron_gspo.loop.profiling import Profiler, out_of_memory_explained
 from megatron_gspo.loop.rank_log import rank_log
+from megatron_gspo.loop.ratio_quantiles import quantiles_over_ranks
 from megatron_gspo.loop.rollout_cache import RolloutCache
 from megatron_gspo.loop.rollout_correction import correct_mismatch
 from megatron_gspo.loop.routing import RoutingReplay, same_routers
@@ -222,8 +224,9 @@ def train_step(
             batch, policy_flops, config, plan, updates_policy=False, critic=critic_flops
         )
         return TrainedStep(batch, cursor, routing, Update({}), work, metrics, callback_metrics)
+    ratios: dict[str, RatioHistogram] = {}  # whose quantiles are taken together
     batch, score_metrics = with_log_probs(
-        batch, run.policy, run.reference, config, plan, routing, timers
+        batch, run.policy, run.reference, config, plan, routing, timers, ratios
     )
     teacher_states = None
     if run.teachers is not None:
@@ -251,10 +254,10 @@ def train_step(
     updates_policy = run.policy.critic is None or step >= config.critic.warmup_steps
     if updates_policy:
         update = run_optimizer_steps(
-            run.policy, batch, config, step, plan, routing, timers, teacher_states
+            run.policy, batch, config, step, plan, routing, timers, ratios, teacher_states
         )
     routing.measure_passes(timers)
-    metrics |= update.metrics | routing.measured.metrics()
+    metrics |= update.metrics | quantiles_over_ranks(ratios, batch) | routing.measured.metrics()
     work = step_work(
         batch, policy_flops, config, plan, updates_policy=updates_policy, critic=critic_flops
     )

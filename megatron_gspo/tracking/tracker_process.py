@@ -31,6 +31,8 @@ def main() -> None:
     outlive_terminal()
     tracker: Tracker | None = None
     for line in requests:
+        if not line.endswith("\n"):
+            break  # the trainer died while it wrote this one
         request: dict[str, Any] = json.loads(line)
         error = None
         try:
@@ -42,8 +44,11 @@ def main() -> None:
                 tracker.log(request["step"], request["metrics"])
         except (Exception, SystemExit) as failure:
             error = f"{type(failure).__name__}: {first_line(failure)}"
-        replies.write(json.dumps({"error": error}) + "\n")
-        replies.flush()
+        try:
+            replies.write(json.dumps({"error": error}) + "\n")
+            replies.flush()
+        except BrokenPipeError:
+            break  # the trainer died before it read this one
         if error is not None:
             os._exit(1)  # without the packages' work at the end of the interpreter
         if "close" in request:

@@ -1,6 +1,9 @@
 """Many agents at the same time: no call is lost, and none gets the reply of another."""
 
 import asyncio
+import gc
+import sys
+import weakref
 
 import numpy as np
 
@@ -57,3 +60,49 @@ async def test_200_sessions() -> None:
             replies = [TOKENIZER.decode(response[turn.start : turn.end]) for turn in row.turns]
             assert replies == [f"{text}<|im_end|>" for text in expected]
             assert (run.tree.num_calls, run.tree.undelivered, run.reward) == (TURNS, 0, number)
+
+
+@in_event_loop
+async def test_runs_that_are_over_leave_nothing_behind() -> None:
+    """A path of its own for each run fills the caches of URLs, which hold 128, and no more."""
+    async with serving(echo) as served:
+
+        async def blocks_after(seeds: range) -> int:
+            """Python's blocks of memory when runs with these seeds are over."""
+            for seed in seeds:
+                run = served.open_run(seed=seed)
+                text = f"session {seed}"
+                await served.message([{"role": "user", "content": text}], run=run)
+                served.endpoint.end_run(run)
+            served.generator.calls.clear()
+            gc.collect()
+            return sys.getallocatedblocks()
+
+        before = await blocks_after(range(150))
+        grown = await blocks_after(range(150, 300)) - before
+        assert grown < 3 * 150, "a run that is kept has a hundred blocks"
+
+
+@in_event_loop
+async def test_a_run_that_is_over_is_no_cycle() -> None:
+    """Python looks for old cycles after thousands of runs alone."""
+    async with serving(echo) as served:
+
+        async def play() -> weakref.ref[AgentRun]:
+            """A run whose listener knows it, as the process that hosts agents has them."""
+            opened: list[AgentRun] = []
+            run = served.endpoint.open_run(
+                served.generator, served.limits, seed=1, on_delivery=lambda: opened.copy()
+            )
+            opened.append(run)
+            await served.message([{"role": "user", "content": "hello"}], run=run)
+            served.endpoint.end_run(run)
+            return weakref.ref(run)
+
+        gc.disable()
+        try:
+            known = await play()
+            await asyncio.sleep(0.1)  # until the connection has answered
+            assert known() is None
+        finally:
+            gc.enable()

@@ -200,23 +200,27 @@ def least_step_cost(lengths: np.ndarray, costs: np.ndarray, rules: PackingRules)
 
 
 @pytest.mark.parametrize(
-    ("size", "passes", "most", "above_the_bound"),
+    ("count", "median", "size", "passes", "most", "above_the_bound"),
     [
-        # Packed by tokens: 0.28, 0.47 and 0.38. A third of the first is below the bound, 0.10.
-        (128, 1, 0.14, 0.03),
-        (128, 2, 0.155, 0.08),
-        (256, 2, 0.055, 0.05),
+        # Packed by tokens: 0.28, 0.47, 0.38 and 0.38. A third of the first is below the bound, 0.11,
+        # and of the last it is the bound, 0.12.
+        (512, 4000, 128, 1, 0.14, 0.03),
+        (512, 4000, 128, 2, 0.155, 0.08),
+        (512, 4000, 256, 2, 0.055, 0.05),
+        (1024, 1000, 128, 2, 0.27, 0.14),
     ],
 )
-def test_replicas_wait_little_where_sequences_have_homes(size, passes, most, above_the_bound):
-    """512 long-tailed responses on 8 replicas: the mean of three batches."""
+def test_replicas_wait_little_where_sequences_have_homes(
+    count, median, size, passes, most, above_the_bound
+):
+    """Long-tailed responses on 8 replicas: the mean of three batches."""
     rules = PackingRules(8, 32_768)
-    homes = np.arange(512) // 16 % 8
+    homes = np.arange(count) // 16 % 8
     waits, bounds = [], []
     for seed in range(3):
-        lengths = lognormal_lengths(512, 4000, 32_760, seed)
+        lengths = lognormal_lengths(count, median, 32_760, seed)
         costs = np.array(qwen3_30b_flops(lengths))
-        epochs = epochs_of(512, size, passes, seed)
+        epochs = epochs_of(count, size, passes, seed)
         _, plans = plan_passes(lengths, epochs, rules, homes, costs=costs)
         work = passes * costs.sum() / rules.replicas
         of_steps = sum(

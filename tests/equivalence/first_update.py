@@ -52,9 +52,9 @@ def metrics_without_a_change(
     plan, batch = _planned(policy, samples, config)
     routing = RoutingReplay(config.routing, policy.routes, has_ratio=True)
     with shape_dependent(policy):
-        batch, _ = with_log_probs(batch, policy, None, config, plan, routing, Timers())
+        batch, _ = with_log_probs(batch, policy, None, config, plan, routing, Timers(), {})
         batch, masked = mask_samples(batch, step=0, truncated=False)
-        update = run_optimizer_steps(policy, batch, config, 0, plan, routing, Timers())
+        update = run_optimizer_steps(policy, batch, config, 0, plan, routing, Timers(), {})
     assert (masked["masked/unscored"], update.metrics["updates"]) == (1, 2)
     return update.metrics
 

@@ -16,7 +16,7 @@ def histograms(*parts: list[float]) -> dict[str, RatioHistogram]:
     histogram = RatioHistogram()
     for log_ratios in parts:
         histogram.add(torch.tensor(log_ratios, dtype=torch.float64))
-    return {"token": histogram}
+    return {"ratio_token": histogram}
 
 
 def test_parts_add_up():

@@ -7,9 +7,11 @@ import math
 import numpy as np
 import pytest
 
+from megatron_gspo.algorithms import RatioHistogram
 from megatron_gspo.config import AlgorithmConfig, ConfigError
 from megatron_gspo.data.sample import Sample
 from megatron_gspo.data.training_batch import TrainingBatch
+from megatron_gspo.loop.ratio_quantiles import quantiles_over_ranks
 from megatron_gspo.loop.rollout_correction import correct_mismatch, mismatch
 from tests.support.random_samples import assert_same, trained_samples
 from tests.support.samples import make_sample
@@ -141,17 +143,24 @@ def test_without_log_probs_it_is_refused():
     samples = two_samples()
     samples[1].rollout_log_probs = None
     samples[0].rollout_log_probs = None
-    assert mismatch(TrainingBatch.of(samples), np.zeros(5, dtype=np.float32)) == {}
+    assert mismatch(TrainingBatch.of(samples), np.zeros(5, dtype=np.float32), {}) == {}
     for key in ("rollout_rs", "rollout_is"):
         refusal = f'algorithm.{key} = "token": the engine gives no log-probs; set it to none'
         with pytest.raises(ConfigError, match=refusal):
             corrected(samples, AlgorithmConfig.preset(**{key: "token"}))
 
 
+def measured_mismatch(batch: TrainingBatch, log_probs: np.ndarray) -> dict[str, float]:
+    """All figures, with the quantiles."""
+    ratios: dict[str, RatioHistogram] = {}
+    metrics = mismatch(batch, log_probs, ratios)
+    return metrics | quantiles_over_ranks(ratios, batch)
+
+
 def test_mismatch_quantiles_of_both_ratios():
     samples = two_samples()
     batch = TrainingBatch.of(samples)
-    metrics = mismatch(batch, batch.responses["old_log_probs"])
+    metrics = measured_mismatch(batch, batch.responses["old_log_probs"])
     assert metrics["mismatch/ratio_token/max"] == pytest.approx(3)
     assert metrics["mismatch/ratio_token/min"] == pytest.approx(0.25)
     assert metrics["mismatch/ratio_sequence/min"] == pytest.approx(math.sqrt(3 / 4))
@@ -164,12 +173,12 @@ def test_mismatch_does_not_depend_on_the_pieces(monkeypatch):
     samples = [make_sample(2, n, seed=n, mask=[n != 4] * n) for n in range(1, 7)]
     batch = TrainingBatch.of(samples)
     log_probs = batch.responses["old_log_probs"].copy()
-    whole = mismatch(batch, log_probs)
+    whole = measured_mismatch(batch, log_probs)
     monkeypatch.setattr("megatron_gspo.data.columns._PIECE", 7)
     assert len(list(batch.responses.pieces())) > 3
-    assert mismatch(batch, log_probs) == pytest.approx(whole, rel=1e-12)
+    assert measured_mismatch(batch, log_probs) == pytest.approx(whole, rel=1e-12)
     log_probs[0] = np.nan
-    assert math.isnan(mismatch(batch, log_probs)["mismatch/abs_diff_max"])
+    assert math.isnan(mismatch(batch, log_probs, {})["mismatch/abs_diff_max"])
 
 
 def test_minirl_needs_the_engines_log_probs_and_changes_no_advantage():

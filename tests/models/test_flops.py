@@ -40,6 +40,8 @@ WEIGHTS = {
     "moonlight": 4 * (HIDDEN * 4 * 20 + LATENT_KEYS) + DENSE + 3 * DEEPSEEK_MOE,
     "glm_lite": 4 * LATENT + DENSE + 3 * (DEEPSEEK_MOE + EXPERT),
     "deepseek_v32": 4 * LATENT + DENSE + 3 * DEEPSEEK_MOE,
+    "glm_dsa": 4 * LATENT + DENSE + 3 * DEEPSEEK_MOE,
+    "kimi": 4 * LATENT + DENSE + 3 * DEEPSEEK_MOE,  # of the text
     "glm": 4 * ATTENTION + DENSE + 3 * DEEPSEEK_MOE,
     "gpt_oss": 4 * (ATTENTION + 8 * HIDDEN + 2 * EXPERT),
     "minimax": 4 * (ATTENTION + 4 * HIDDEN + 2 * EXPERT),
@@ -61,7 +63,9 @@ MIXING = {
     "deepseek": 4 * 4 * (20 + 16) * PAIRS,
     "moonlight": 4 * 4 * (20 + 16) * PAIRS,
     "glm_lite": 4 * 4 * (20 + 16) * PAIRS,
-    "deepseek_v32": 4 * 4 * (20 + 16) * (1 + 2 + 3 + 4 + 5 + 95 * 6),  # of 6 selected keys
+    "kimi": 4 * 4 * (20 + 16) * PAIRS,
+    # of 6 selected keys
+    **dict.fromkeys(("deepseek_v32", "glm_dsa"), 4 * 4 * (20 + 16) * (1 + 2 + 3 + 4 + 5 + 95 * 6)),
     "shared": 4 * 4 * 2 * 8 * PAIRS,
     # every other layer has a window of 5 keys
     "gpt_oss": 2 * 4 * 2 * 16 * (PAIRS + 1 + 2 + 3 + 4 + 96 * 5),
@@ -94,7 +98,7 @@ def test_a_forward_pass_by_hand(family: str) -> None:
     assert forward.layers[0] == 2 * LENGTH * WEIGHTS[family]
     assert forward.scores[0] + forward.sums[0] == 2 * mixing
     assert forward.recurrence[0] == 2 * rule
-    indexers = INDEXERS if family == "deepseek_v32" else 0
+    indexers = INDEXERS if family in ("deepseek_v32", "glm_dsa") else 0
     assert forward.indexer[0] == 2 * indexers
     assert forward.head[0] == 2 * SCORED * HEAD
     tokens = LENGTH * WEIGHTS[family] + SCORED * HEAD

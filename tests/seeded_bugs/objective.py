@@ -6,6 +6,16 @@ from tests.seeded_bugs.seeded_bug import SeededBug
 
 OBJECTIVE = (
     SeededBug(
+        name="ratio quantiles: ratios that wait to be counted are left out",
+        file="megatron_gspo/algorithms/ratio_histogram.py",
+        before="self._count_waiting()\n        return self._counts",
+        after="return self._counts",
+        test=(
+            "tests/algorithms/test_ratio_histogram.py"
+            "::test_against_sorted_values_however_they_are_split"
+        ),
+    ),
+    SeededBug(
         name="score centering: the tail has the policy's own mass",
         file="megatron_gspo/algorithms/score_centering.py",
         before="rho = rest_of_q / rest_of_p",

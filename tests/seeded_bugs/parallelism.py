@@ -107,8 +107,15 @@ PARALLELISM = (
     SeededBug(
         name="largest values of a metric added up over ranks",
         file="megatron_gspo/parallel/metric_reduction.py",
-        before="_sum(sums, local, device, group) | _extremes(minima, local, device, group)",
-        after="_extremes(minima, local, device, group) | _sum(all_names, local, device, group)",
+        before="_sum(sums, local, group) | _extremes(minima, local, group)",
+        after="_extremes(minima, local, group) | _sum(all_names, local, group)",
+        test="tests/parallel/test_metric_reduction.py::test_sums_and_extremes_with_keys_that_ranks_lack",
+    ),
+    SeededBug(
+        name="a rank without a metric makes its minimum 0",
+        file="megatron_gspo/parallel/metric_reduction.py",
+        before="smallest = local.of(is_minimum, absent=torch.inf)",
+        after="smallest = local.of(is_minimum, absent=0.0)",
         test="tests/parallel/test_metric_reduction.py::test_sums_and_extremes_with_keys_that_ranks_lack",
     ),
     SeededBug(

@@ -128,7 +128,7 @@ def outcome(run: Components, batch: SampleBatch) -> str:
     routing.check_rollout_routes(batch)
     moved = move_samples(batch, plan.replica, groups, routes=routing.shape)
     try:
-        with_log_probs(moved, policy, None, config, plan, routing, Timers())
+        with_log_probs(moved, policy, None, config, plan, routing, Timers(), {})
     except RouteError as error:
         return str(error)
     return ""

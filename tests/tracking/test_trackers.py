@@ -6,6 +6,7 @@ import json
 import logging
 import re
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -251,6 +252,22 @@ def test_a_process_that_dies_is_one_line(tmp_path: Path, lines: list[str]) -> No
     assert lines == [
         "TensorBoard failed and is not used any more: its process ended with exit code -9"
     ]
+
+
+@pytest.mark.parametrize("request_line", [b'{"kind": "none"}\n', b'{"kind": "no'])
+def test_a_process_without_its_trainer_ends_in_silence(request_line: bytes) -> None:
+    """The trainer was killed before it read a reply, or in the middle of a request."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "megatron_gspo.tracking.tracker_process"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    assert process.stdout is not None
+    process.stdout.close()
+    process.stdout = None
+    _, errors = process.communicate(request_line)
+    assert (process.returncode, errors) == (1, b"")
 
 
 class Slow:

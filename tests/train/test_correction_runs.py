@@ -13,9 +13,11 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
+from megatron_gspo.algorithms import RatioHistogram
 from megatron_gspo.config import Config
 from megatron_gspo.data.sample import Sample
 from megatron_gspo.data.training_batch import TrainingBatch
+from megatron_gspo.loop.ratio_quantiles import quantiles_over_ranks
 from megatron_gspo.loop.rollout_correction import mismatch
 from megatron_gspo.rollout.embedded.embedded_engine import EmbeddedEngine
 from tests.support.distributed import run_distributed
@@ -141,7 +143,9 @@ def test_the_rollouts_own_log_probs_are_compared_in_the_first_update(folder):
     # update.mini_batches of seed 7, step 0, epoch 0.
     positions = np.random.default_rng([7, 0, 0]).permutation(16)[:4]
     first = TrainingBatch.of([scored[i] for i in positions])
-    wanted = mismatch(first, first.responses["old_log_probs"])
+    ratios: dict[str, RatioHistogram] = {}
+    wanted = mismatch(first, first.responses["old_log_probs"], ratios)
+    wanted |= quantiles_over_ranks(ratios, first)
     assert wanted["mismatch/abs_diff"] > 0.1
     assert {name: metrics[name] for name in wanted} == pytest.approx(wanted, rel=1e-3)
     assert metrics["updates"] == 8 and "time/log_probs" not in metrics and "entropy" not in metrics

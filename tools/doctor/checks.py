@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TextIO
 
@@ -173,7 +173,7 @@ def _number(variable: str, default: int) -> int:
     return int(text)
 
 
-def _gathered(checks: Checks) -> dict[int, Any]:
+def _gathered(checks: Checks) -> Mapping[int, Sequence[Finding]]:
     from megatron_gspo.tools.doctor.ranks import gather_findings
 
     try:

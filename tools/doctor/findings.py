@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
@@ -106,7 +106,7 @@ def exit_code(findings: Iterable[Finding], *, allow_warnings: bool = False) -> i
     return 0 if code == 1 and allow_warnings else code
 
 
-def merge(by_rank: dict[int, Sequence[Finding]]) -> list[Finding]:
+def merge(by_rank: Mapping[int, Sequence[Finding]]) -> list[Finding]:
     """The findings of all ranks, sorted by ``in_order``; equal findings are one, with all its
     ranks.
     """

@@ -83,7 +83,7 @@ def rehearse_layouts(
             file=sys.stderr,
             flush=True,
         )
-        return (*records, *failed)[0]
+        return records[0] if records else failed[0]
 
     with ThreadPoolExecutor(default_jobs()) as pool:
         results = list(pool.map(rehearse, jobs))

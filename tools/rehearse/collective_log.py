@@ -73,8 +73,8 @@ class CollectiveLog:
 
     def call(self, func: Operation, args: Args, kwargs: Kwargs) -> Result:
         """Record one of torch's ``c10d`` operations and imagine its result."""
-        name, *operands = self.record(func, args, kwargs)
-        _EFFECTS[name](self, *operands)
+        name, inputs, outputs, given, group = self.record(func, args, kwargs)
+        _EFFECTS[name](self, inputs, outputs, given, group)
         work = FakeWork().boxed()
         if len(func._schema.returns) == 1:
             return work

@@ -62,7 +62,8 @@ def _object_collectives(log: CollectiveLog) -> dict[str, Any]:
         group: Any = None,
         group_dst: int | None = None,
     ) -> None:
-        log.call_with_objects("gather_object", group or dist.group.WORLD)
+        group = group or dist.group.WORLD
+        log.call_with_objects("gather_object", group)
         if object_gather_list is not None:
             object_gather_list[:] = [obj] * len(object_gather_list)
 

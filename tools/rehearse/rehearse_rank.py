@@ -196,7 +196,7 @@ def _train(
         seed=config.seed,
     )
     with run.phase("old_log_probs", "activations"):
-        batch = with_log_probs(batch, policy, reference, config, steps, routing, Timers())[0]
+        batch, _ = with_log_probs(batch, policy, reference, config, steps, routing, Timers(), {})
     if policy.critic is not None:
         _train_critic(run, policy.critic, batch, steps)
     with _optimizer_phase(run, policy), run.phase("forward_backward", "activations"):

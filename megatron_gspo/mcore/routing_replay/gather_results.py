@@ -7,7 +7,7 @@ collective of the replica's ranks.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
@@ -184,24 +184,33 @@ def routing_counts(micro_batches: Sequence[MicroBatchRoutes]) -> RoutingCounts:
     experts = shape.num_experts * has_load
     load = torch.zeros(shape.layers, experts, dtype=torch.float64, device=device)
     totals = torch.zeros(3, dtype=torch.float64, device=device)
-    for routes in micro_batches:
-        if not routes.is_counted or not routes.layers:
-            continue
+    counted = [routes for routes in micro_batches if routes.is_counted and routes.layers]
+    _add_by_layer(flips, [routes.flips for routes in counted])
+    _add_by_layer(entropy, [routes.entropy for routes in counted])
+    for routes in counted if has_load else ():
         assert routes.weight is not None
-        for total, by_layer in ((flips, routes.flips), (entropy, routes.entropy)):
-            if by_layer:
-                total[list(by_layer)] += torch.stack(list(by_layer.values()))
-        if has_load and routes.chosen:
-            chosen = torch.stack(
-                [routes.chosen[layer].to(device) for layer in routes.layers], dim=1
-            )
-            load[routes.layers] += expert_load(chosen, routes.weight, shape.num_experts)
-        if 0 in routes.layers:  # the other pipeline stages see the same tokens
-            totals[0] += routes.known_weight.sum() * options.compare
-            totals[2] += routes.weight.sum()
+        chosen = torch.stack([routes.chosen[layer].to(device) for layer in routes.layers], dim=1)
+        load[routes.layers] += expert_load(chosen, routes.weight, shape.num_experts)
+    # The other pipeline stages see the same tokens.
+    of_tokens = [routes for routes in counted if 0 in routes.layers]
+    weights = [routes.weight for routes in of_tokens if routes.weight is not None]
+    if weights:
+        totals[2] = torch.cat(weights).sum(dtype=torch.float64)
+        if options.compare:
+            known = [routes.known_weight for routes in of_tokens]
+            totals[0] = torch.cat(known).sum(dtype=torch.float64)
     if options.compare:
         totals[1] = _flipped_tokens(micro_batches)
     return RoutingCounts(options, flips, entropy, load.view(-1), totals)
+
+
+def _add_by_layer(total: Tensor, of_batches: Sequence[Mapping[int, Tensor]]) -> None:
+    """Add a number [] of each layer to the total [layers], for all micro-batches at once."""
+    measured = [by_layer for by_layer in of_batches if by_layer]
+    if measured:
+        layers = list(measured[0])
+        numbers = torch.stack([by_layer[layer] for by_layer in measured for layer in layers])
+        total[layers] += numbers.view(len(measured), -1).sum(0, dtype=total.dtype)
 
 
 def routing_stats(passes: Sequence[RoutingCounts]) -> list[RoutingStats]:
