@@ -28,8 +28,7 @@ MARGIN = 2e-5
 
 SPARSE = ("deepseek_v32", "glm_dsa")
 SLOW = [
-    pytest.param(name, marks=pytest.mark.slow)
-    for name in ("shared", *FAMILIES, *LANGUAGE_MODELS)
+    pytest.param(name, marks=pytest.mark.slow) for name in ("shared", *FAMILIES, *LANGUAGE_MODELS)
 ]
 
 
