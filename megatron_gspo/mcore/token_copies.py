@@ -69,7 +69,7 @@ class TokenCopies:
 
     def copy(self, x: Tensor) -> Tensor:
         """Tokens [n, d] to copies [copies, d]; without a gradient."""
-        if row_kernels_apply(x):
+        if row_kernels_apply(x, "row_copies"):
             return copy_rows(x, self.token)
         return x.index_select(0, self.token)
 
@@ -77,7 +77,7 @@ class TokenCopies:
         """Copies [copies, d] to the sum of each token's copies, [n, d], without a gradient; from its
         first group on, unlike a scatter.
         """
-        if row_kernels_apply(x):
+        if row_kernels_apply(x, "row_copies"):
             return sum_rows(x, self.slot, self.first, self.most)
         return torch.nn.functional.embedding_bag(self.slot, x, self.first, mode="sum")
 
