@@ -70,7 +70,7 @@ class MoEStaticTokenDispatcher(MoEAlltoAllTokenDispatcher):
         first = self.local_expert_indices[0]
         received = of_all[:, :, self.num_experts + first // self.num_local_experts]
         self.input_splits = counts[self.num_experts :]
-        self.output_splits = received[self.tp_rank]
+        self.output_splits = received[self.tp_rank].clone()  # the counts of all ranks don't stay
         self.output_splits_tp = received.sum(1)
         self._maybe_update_cuda_sync_point("before_permutation_1")
         return of_all[:, :, first : first + self.num_local_experts].sum((0, 1))
