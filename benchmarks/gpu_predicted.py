@@ -8,7 +8,7 @@ rehearsed.
 
     python -m benchmarks.gpu_predicted            # for all of benchmarks/results/gpu, half a minute
     python -m benchmarks.gpu_predicted --classes  # also the time of each class of operations
-    python -m benchmarks.gpu_predicted --expert-parallel 8  # a layer whose experts 8 GPUs share
+    python -m benchmarks.gpu_predicted --expert-parallel 8  # one more layer, its experts on 8 GPUs
     python -m benchmarks.gpu_predicted --centred-by 32  # the head with score centering, and without
     python -m benchmarks.gpu_predicted --picture docs/images/step.svg  # the parts of a step
 """
@@ -92,29 +92,40 @@ def table(rows: Sequence[Sequence[str]]) -> str:
 
 
 def shared_layer(gpus: int, has_varlen: bool) -> str:
-    """A layer whose experts so many GPUs share, on an H100."""
+    """A layer whose experts so many GPUs share, on an H100: what two layers take beyond one, so that
+    neither the embedding nor the last norm is counted.
+    """
     from benchmarks.gpu import REAL
     from megatron_gspo.gpus import GPUS
     from megatron_gspo.tools.rehearse.op_cost import PRODUCT_CLASSES
     from megatron_gspo.tools.rehearse.op_times import (
         LINK_EFFICIENCY,
+        OpTime,
         collective_seconds,
         rates_of,
         times_by,
     )
 
     gpu = GPUS["h100"]
-    layer = rehearsed_rows(replace(REAL, expert_parallel=gpus), has_varlen)["layer"]
-    times = times_by(layer.ops, rates_of(gpu), lambda op: op.op_class)
-    collectives = sum(
-        collective_seconds(call, 0, gpu, LINK_EFFICIENCY) for call in layer.collectives
-    )
-    outside = [time for name, time in times.items() if name not in PRODUCT_CLASSES]
+
+    def totals(layers: int) -> tuple[OpTime, float, float]:
+        """What is outside of products and attention, seconds of all, and those of collectives."""
+        sizes = replace(REAL, model={"num_hidden_layers": layers}, expert_parallel=gpus)
+        rows = rehearsed_rows(sizes, has_varlen)["layer"]
+        times = times_by(rows.ops, rates_of(gpu), lambda op: op.op_class)
+        outside = [time for name, time in times.items() if name not in PRODUCT_CLASSES]
+        return (
+            sum(outside, OpTime()),
+            sum(time.seconds for time in times.values()),
+            sum(collective_seconds(call, 0, gpu, LINK_EFFICIENCY) for call in rows.collectives),
+        )
+
+    one, one_seconds, one_exchange = totals(1)
+    two, two_seconds, two_exchange = totals(2)
     return (
-        f"{sum(time.bytes for time in outside) / 1e9:.1f} GB outside of products and attention in"
-        f" {sum(time.launches for time in outside)} launches,"
-        f" {1e3 * sum(time.seconds for time in times.values()):.1f} ms, and"
-        f" {1e3 * collectives:.1f} ms of collectives"
+        f"one more layer: {(two.bytes - one.bytes) / 1e9:.1f} GB outside of products and attention in"
+        f" {two.launches - one.launches} launches, {1e3 * (two_seconds - one_seconds):.1f} ms, and"
+        f" {1e3 * (two_exchange - one_exchange):.1f} ms of collectives"
     )
 
 
@@ -204,7 +215,10 @@ def main() -> None:
     parser.add_argument("--results", type=Path, default=RESULTS, help="default: %(default)s")
     parser.add_argument("--classes", action="store_true", help="also the time of each class")
     parser.add_argument(
-        "--expert-parallel", type=int, metavar="N", help="only a layer whose experts N GPUs share"
+        "--expert-parallel",
+        type=int,
+        metavar="N",
+        help="only what one more layer takes whose experts N GPUs share",
     )
     parser.add_argument(
         "--centred-by", type=int, metavar="K", help="only the head with score centering by K ids"

@@ -5,13 +5,16 @@ At the sizes of `benchmarks/gpu.py`, in bfloat16:
 - ceilings: a copy, a large matrix product, an empty launch;
 - rows: the head, the layer and the training step with torch layers, with the kernels of
   `megatron_gspo/kernels` and without them;
+- switches: the layer and the step without each of the kernels, and without torch's variable-length
+  attention;
 - head: with each memory budget for its logits (`training.log_prob_memory_gib`);
 - profile: every GPU kernel of the head, the layer and the step, with its launches and time.
 
-The result is written after each section, so that what is measured is kept if time runs out. The
+A section ends after the measurement with which it exceeds its time. The result is written after each
+measurement, so that what is measured is kept. The
 speeds of `tools/rehearse/rates.yaml` are of such a profile.
 
-    python -m benchmarks.gpu_probe               # all sections, about five minutes
+    python -m benchmarks.gpu_probe               # all sections, about six minutes
     python -m benchmarks.gpu_probe rows head     # these
 """
 
@@ -21,10 +24,11 @@ import argparse
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, replace
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -39,23 +43,20 @@ BUDGETS_GIB = (0.25, 1.0, 4.0, 16.0)
 _COPY_BYTES = 1 << 30
 _LAUNCHES = 1000
 
-Section = Callable[[Sizes, float | None], dict[str, Any]]
+Measurements = Iterator[tuple[str, Any]]
+"""Each with its name."""
 
 
-@contextmanager
-def row_kernels(on: bool) -> Iterator[None]:
-    """Within the context the kernels are wanted, or not."""
-    before = os.environ.get(kernels.SWITCH)
-    os.environ[kernels.SWITCH] = "1" if on else "0"
-    kernels.can_compile.cache_clear()
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[kernels.SWITCH]
-        else:
-            os.environ[kernels.SWITCH] = before
-        kernels.can_compile.cache_clear()
+def row_kernels(value: str) -> AbstractContextManager[Any]:
+    """Within the context ``MEGATRON_GSPO_KERNELS`` has a value."""
+    return mock.patch.dict(os.environ, {kernels.SWITCH: value})
+
+
+def padded_attention() -> AbstractContextManager[Any]:
+    """Within the context layers have the attention of torch 2.11."""
+    from megatron_gspo.mcore import attention
+
+    return mock.patch.object(attention, "_has_varlen_options", lambda: False)
 
 
 def torch_works(sizes: Sizes) -> Iterator[Work]:
@@ -69,7 +70,7 @@ def _device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def ceilings(sizes: Sizes, peak: float | None) -> dict[str, Any]:
+def ceilings(sizes: Sizes, peak: float | None) -> Measurements:
     """TB/s of a copy, TFLOP/s of a product, microseconds of a launch in a row of them."""
     device = _device()
     source = torch.empty(min(_COPY_BYTES, sizes.tokens << 16), dtype=torch.uint8, device=device)
@@ -84,45 +85,50 @@ def ceilings(sizes: Sizes, peak: float | None) -> dict[str, Any]:
         work = Work("", "torch", 0, 0.0, call)
         return measured(work, sizes, None).milliseconds.median
 
-    product = measured(gpu.product(sizes, device), sizes, peak)
-    return {
-        "copy_tb_per_second": 2e-9 * source.numel() / milliseconds(lambda: target.copy_(source)),
-        "product_tflops": product.tflops,
-        "launch_microseconds": 1e3 * milliseconds(launches) / _LAUNCHES,
-    }
+    yield (
+        "copy_tb_per_second",
+        2e-9 * source.numel() / milliseconds(lambda: target.copy_(source)),
+    )
+    yield "product_tflops", measured(gpu.product(sizes, device), sizes, peak).tflops
+    yield "launch_microseconds", 1e3 * milliseconds(launches) / _LAUNCHES
 
 
-def rows(sizes: Sizes, peak: float | None) -> dict[str, Any]:
-    """Each row by "with kernels" and "without kernels"."""
-    measurements: dict[str, Any] = {}
-    for on, name in ((True, "with kernels"), (False, "without kernels")):
-        with row_kernels(on):
-            measurements[name] = [
-                asdict(measured(work, sizes, peak)) for work in torch_works(sizes)
-            ]
-    return measurements
+def rows(sizes: Sizes, peak: float | None) -> Measurements:
+    """All rows "with kernels" and "without kernels"."""
+    for value, name in (("1", "with kernels"), ("0", "without kernels")):
+        with row_kernels(value):
+            yield name, [asdict(measured(work, sizes, peak)) for work in torch_works(sizes)]
 
 
-def head(sizes: Sizes, peak: float | None) -> dict[str, Any]:
+def switches(sizes: Sizes, peak: float | None) -> Measurements:
+    """The layer and the step without one thing each."""
+    without = {name: row_kernels(f"-{name}") for name in kernels.NAMES}
+    for name, context in (without | {"varlen attention": padded_attention()}).items():
+        with context:
+            yield (
+                f"without {name}",
+                [
+                    asdict(measured(work, sizes, peak))
+                    for work in torch_works(sizes)
+                    if work.name in ("layer", "training step")
+                ],
+            )
+
+
+def head(sizes: Sizes, peak: float | None) -> Measurements:
     """The row of the head by its budget in GiB."""
     from megatron_gspo.models import family_of
 
     _, shape = family_of(gpu.model_config(sizes))
-    measurements: dict[str, Any] = {}
-    try:
-        for budget in BUDGETS_GIB:
-            work = gpu.head(sizes, shape, _device(), int(budget * GIB))
-            measurements[f"{budget:g}"] = asdict(measured(work, sizes, peak))
-    except torch.OutOfMemoryError as error:
-        measurements["stopped"] = str(error).splitlines()[0]
-    return measurements
+    for budget in BUDGETS_GIB:
+        work = gpu.head(sizes, shape, _device(), int(budget * GIB))
+        yield f"{budget:g}", asdict(measured(work, sizes, peak))
 
 
-def profile(sizes: Sizes, peak: float | None) -> dict[str, Any]:
+def profile(sizes: Sizes, peak: float | None) -> Measurements:
     """Of each row every kernel: name, launches, milliseconds; the longest first."""
     activity = torch.profiler.ProfilerActivity
     on_gpu = torch.cuda.is_available()
-    profiles: dict[str, Any] = {}
     for work in torch_works(sizes):
         for _ in range(sizes.warmup):
             work.call()
@@ -139,27 +145,45 @@ def profile(sizes: Sizes, peak: float | None) -> dict[str, Any]:
             }
             for event in seen.key_averages()
         ]
-        profiles[work.name] = sorted(entries, key=lambda entry: -entry["milliseconds"])
-    return profiles
+        yield work.name, sorted(entries, key=lambda entry: -entry["milliseconds"])
 
 
-SECTIONS: dict[str, Section] = {
-    "ceilings": ceilings,
-    "rows": rows,
-    "head": head,
-    "profile": profile,
+@dataclass(frozen=True)
+class Section:
+    """seconds: after which no further measurement begins."""
+
+    measure: Callable[[Sizes, float | None], Measurements]
+    seconds: float
+
+
+SECTIONS = {
+    "ceilings": Section(ceilings, 20),
+    "rows": Section(rows, 60),
+    "switches": Section(switches, 120),
+    "head": Section(head, 60),
+    "profile": Section(profile, 60),
 }
 
 
-def probe(names: Sequence[str], sizes: Sizes, peak: float | None) -> Iterator[tuple[str, Any]]:
-    """Sections by name, one after the other. One that fails is told, and the others go on."""
+def probe(
+    names: Sequence[str], sizes: Sizes, peak: float | None
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Each section's measurements so far, after each of them. A section that fails or runs out of
+    time tells so, and the others go on.
+    """
     for name in names:
         began = time.monotonic()
+        section: dict[str, Any] = {}
         try:
-            section = SECTIONS[name](sizes, peak)
+            for key, value in SECTIONS[name].measure(sizes, peak):
+                section |= {key: value, "seconds": time.monotonic() - began}
+                yield name, section
+                if section["seconds"] > SECTIONS[name].seconds:
+                    section["stopped"] = f"after {SECTIONS[name].seconds:g} s"
+                    break
         except Exception as error:  # the time on a borrowed GPU is short
-            section = {"failed": f"{type(error).__name__}: {error}"}
-        yield name, section | {"seconds": time.monotonic() - began}
+            section["failed"] = f"{type(error).__name__}: {error}"
+        yield name, section
 
 
 def main() -> None:
@@ -184,7 +208,7 @@ def main() -> None:
     for name, section in probe(args.sections or list(SECTIONS), sizes, report["peak_tflops"]):
         report[name] = section
         save(file, report)
-        say(f"{name}: {section['seconds']:.0f} s{', failed' if 'failed' in section else ''}")
+        say(f"{name}: {', '.join(section)}")
     print(f"wrote {file}")
 
 

@@ -33,7 +33,9 @@ from benchmarks.peers.log_probs import PEERS, Function, Peer, Result
 
 @dataclass(frozen=True)
 class Case:
-    """Sizes of the whole; ``peers``: the names of those that are compared."""
+    """Sizes of the whole; ``peers``: the names of those that are compared. logit_bytes: our budget
+    for logits; None is the default of a CPU, 32 MiB.
+    """
 
     tokens: int
     vocabulary: int
@@ -43,6 +45,7 @@ class Case:
     entropy: bool = True
     gradient: bool = True
     peers: tuple[str, ...] = ()
+    logit_bytes: int | None = None
     repeats: int = 3
     seconds: float = 30.0
 
@@ -70,13 +73,12 @@ def make_inputs(case: Case, rank: int) -> Inputs:
     return hidden, weight.chunk(case.tensor_parallel)[rank].clone(), labels
 
 
-def ours(group: ProcessGroup | None) -> Function:
+def ours(group: ProcessGroup | None, logit_bytes: int | None) -> Function:
     from megatron_gspo.parallel.log_probs import LogProbOptions, log_probs_from_hidden
 
     def run(hidden: Tensor, weight: Tensor, labels: Tensor, entropy: bool) -> Result:
-        return log_probs_from_hidden(
-            hidden, weight, labels, LogProbOptions(with_entropy=entropy), tp_group=group
-        )
+        options = LogProbOptions(with_entropy=entropy, chunk_bytes=logit_bytes)
+        return log_probs_from_hidden(hidden, weight, labels, options, tp_group=group)
 
     return run
 
@@ -193,7 +195,7 @@ def run_case(case: Case, seat: Seat) -> dict[str, Any]:
     on every rank.
     """
     inputs = make_inputs(case, seat.rank)
-    functions = {"ours": ours(seat.group)}
+    functions = {"ours": ours(seat.group, case.logit_bytes)}
     expected, first = once(functions["ours"], inputs, case, None, seat, warm=False)
     report: dict[str, Any] = {"case": asdict(case), "once": {"ours": first}, "failed": {}}
     for peer in PEERS:

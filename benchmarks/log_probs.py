@@ -2,8 +2,9 @@
 peers' functions.
 
 Vocabularies of 16k and 152k words, tensor parallelism (TP) over 1, 2 and 4 processes, with gradient
-and without. The width is 128, where exponentials and memory count as much as products, and in one
-row 2048, where only products do. The loss is the mean log-prob and a tenth of the mean entropy.
+and without. The width is 128, where exponentials and memory count as much as products, and in two
+cases 2048, where only products do; in the second ours has memory to keep the logits. The loss is
+the mean log-prob and a tenth of the mean entropy.
 
 A *peer* counts where its results and gradients agree with ours to 1e-5 of the largest entry
 (gradients in bfloat16 to a rounding, 2^-8). Memory is the peak above the inputs in units of one
@@ -54,6 +55,7 @@ from benchmarks.peers.environment import peers_python
 SAME = 1e-5  # relative to the largest entry
 SMALL = 16_384
 LARGE = 151_936
+KEPT_BYTES = 2**30  # room for all logits of the widest case
 PACKAGES = ("trl", "verl", "liger-kernel", "areal")
 # The fastest of each kind of call.
 WITH_ENTROPY = ("AReaL gather_logprobs", "verl vocab_parallel")
@@ -77,6 +79,7 @@ def cases(quick: bool) -> list[Case]:
         replace(large, gradient=False),
         replace(plain, gradient=False),
         wide,
+        replace(wide, logit_bytes=KEPT_BYTES),
     ]
     grid += [replace(case, tensor_parallel=ranks) for ranks in (2, 4) for case in (large, plain)]
     return grid
@@ -133,7 +136,9 @@ def name_of(case: Case) -> str:
     ]
     parts += [case.dtype] if case.dtype != "float32" else []
     parts += [f"TP {case.tensor_parallel}"] if case.tensor_parallel > 1 else []
-    return ", ".join(parts + ([f"hidden {case.width}"] if case.width != 128 else []))
+    parts += [f"hidden {case.width}"] if case.width != 128 else []
+    parts += ["logits kept"] if case.logit_bytes is not None else []
+    return ", ".join(parts)
 
 
 def rows_of(case: Case, report: Report) -> list[Row]:
@@ -148,7 +153,9 @@ def rows_of(case: Case, report: Report) -> list[Row]:
     }
     wide = case.width > 1000
     products = "ours computes the logits twice: 4 products instead of 3"
-    note = products + ("; at this width they dominate" if wide else "") if case.gradient else ""
+    note = products + ("; at this width they dominate" if wide else "")
+    if not case.gradient or case.logit_bytes is not None:
+        note = ""
     rows = [
         time_row(
             "log_probs",

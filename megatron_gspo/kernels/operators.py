@@ -161,18 +161,18 @@ def _(x: Tensor, source: Tensor) -> Tensor:
 
 
 @torch.library.custom_op("megatron_gspo::sum_rows", mutates_args=())
-def sum_rows(x: Tensor, slot: Tensor) -> Tensor:
-    """The sum of the rows ``slot[i]`` of ``x`` [c, d] as row i, [n, d]: see ``row_copies.py``.
-    Without a gradient of its own.
+def sum_rows(x: Tensor, slot: Tensor, first: Tensor, most: int) -> Tensor:
+    """The sum of the rows ``slot[first[i] : first[i + 1]]``, at most ``most``, of ``x`` [c, d] as
+    row i, [n, d]: see ``row_copies.py``. Without a gradient of its own.
     """
     from megatron_gspo.kernels import row_copies
 
-    return row_copies.sum_rows(x, slot)
+    return row_copies.sum_rows(x, slot, first, most)
 
 
 @sum_rows.register_fake
-def _(x: Tensor, slot: Tensor) -> Tensor:
-    return x.new_empty(slot.shape[0], x.shape[1])
+def _(x: Tensor, slot: Tensor, first: Tensor, most: int) -> Tensor:
+    return x.new_empty(first.shape[0], x.shape[1])
 
 
 @torch.library.custom_op("megatron_gspo::add_expert_gradients", mutates_args={"totals"})

@@ -83,7 +83,7 @@ def adam_kernel_applies(optimizer: MegatronOptimizer) -> bool:
     return all(type(stepper) is torch.optim.AdamW for stepper in steppers) and all(
         not group["amsgrad"]
         and not group["maximize"]
-        and all(map(row_kernels_apply, group["params"]))
+        and all(row_kernels_apply(weight, "adam") for weight in group["params"])
         for group in groups
     )
 

@@ -48,7 +48,7 @@ def _adds_rows(weight: Tensor) -> bool:
         torch.is_grad_enabled()
         and main_gradient(weight) is not None
         and not getattr(weight, "zero_out_wgrad", False)
-        and (weight.device.type == "cpu" or row_kernels_apply(weight))
+        and (weight.device.type == "cpu" or row_kernels_apply(weight, "embedding_gradient"))
     )
 
 
@@ -77,7 +77,7 @@ def add_rows(total: Tensor, ids: Tensor, rows: Tensor) -> None:
     """Add each of ``rows`` [t, h] to the row of ``total`` [v, h] that ``ids`` [t] names, if there
     is one; in a fixed order.
     """
-    if row_kernels_apply(rows):
+    if row_kernels_apply(rows, "embedding_gradient"):
         sorted_ids, order = ids.sort(stable=True)
         ends = torch.searchsorted(sorted_ids, sorted_ids, right=True)
         add_embedding_gradient(total, rows, sorted_ids, order, ends)

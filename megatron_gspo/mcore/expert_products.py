@@ -136,7 +136,7 @@ class GroupedProducts:
 
     def add_weight_gradients(self, totals: Sequence[Tensor], grad: Tensor, rows: Tensor) -> None:
         result = torch.nn.functional.grouped_mm(grad.t(), rows, offs=self.offsets)
-        buffer = Equidistant.of(totals) if row_kernels_apply(result) else None
+        buffer = Equidistant.of(totals) if row_kernels_apply(result, "expert_gradients") else None
         if buffer is not None:
             add_expert_gradients(buffer.tensor, result, self.offsets, buffer.reverse)
         else:

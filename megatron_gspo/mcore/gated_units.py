@@ -54,14 +54,14 @@ class GatedUnit(ExpertUnit):
 
     def scaled_product(self, hidden: Tensor, probs: Tensor) -> Tensor:
         """The product of the halves of ``hidden`` [n, 2 f]."""
-        if row_kernels_apply(hidden):
+        if row_kernels_apply(hidden, "gated_unit"):
             return scaled_gated_unit(hidden, probs, self.limit, self.alpha, self.offset)
         return scaled(self.product(*hidden.chunk(2, dim=1)), probs)
 
     def scaled_backward(
         self, grad: Tensor, hidden: Tensor, probs: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        if row_kernels_apply(hidden):
+        if row_kernels_apply(hidden, "gated_unit"):
             constants = self.limit, self.alpha, self.offset
             return scaled_gated_unit_backward(grad, hidden, probs, *constants)
         gate, linear = hidden.chunk(2, dim=1)

@@ -43,7 +43,7 @@ class RotatedSelfAttention(SelfAttention):
     def get_query_key_value_tensors(
         self, hidden_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, ...]:
-        if row_kernels_apply(hidden_states) and self._has_kernel():
+        if row_kernels_apply(hidden_states, "rotated_heads") and self._has_kernel():
             return self._by_kernel(hidden_states)
         query, key, *others = super().get_query_key_value_tensors(hidden_states, *args, **kwargs)
         query, key = (rotated(x.squeeze(1), self.sequences, self.rotary) for x in (query, key))

@@ -1,5 +1,5 @@
-"""Copies of tokens in another order, and their sums: for experts, one for each of a token's experts,
-sorted by expert.
+"""Copies of tokens in another order, and their sums: one for each of a token's experts, sorted by
+expert, or one for each rank that has some of them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from torch.autograd.function import once_differentiable
 
 from megatron_gspo.kernels import row_kernels_apply
 from megatron_gspo.kernels.operators import copy_rows, sum_rows
-from megatron_gspo.mcore.device_copies import copy_to_device
 from megatron_gspo.parallel.autograd_context import AutogradContext
 
 
@@ -31,68 +30,56 @@ class Copies(Protocol):
 
 @dataclass(frozen=True)
 class TokenCopies:
-    """k copies of each of n tokens, sorted by expert.
+    """Copies of n tokens, sorted by group: by expert, or by the rank that they are sent to.
 
-    token: [n k], the token that each copy is of. entry: [n k], its place in the flattened map of
-    tokens and experts. slot: [n, k], where the copies of each token are, from its first expert on.
-    All are int64.
+    token: [copies], the token that each copy is of. entry: [copies], its place in the flattened map
+    of tokens and groups. slot: [copies], where the copies are, those of the first token first, each
+    token's from its first group on; first: [n], where each token's begin in it. All are int64.
+    most: the most copies of a token.
     """
 
     token: Tensor
     entry: Tensor
     slot: Tensor
+    first: Tensor
+    most: int
 
     @classmethod
-    def of(cls, routing_map: Tensor, per_token: int, *, last_first: bool = False) -> TokenCopies:
-        """``routing_map`` [n, experts]: ``per_token`` entries of each row are true. So the number of
-        copies is known on the host, which doesn't wait for the device. last_first: sorted from the
-        last to the first expert.
+    def of(
+        cls, token_map: Tensor, count: int, *, most: int, last_first: bool = False
+    ) -> TokenCopies:
+        """``token_map`` [n, groups]: ``count`` entries are true, at most ``most`` of a row. The host
+        knows both, and doesn't wait for the device. last_first: sorted from the last to the first
+        group.
         """
-        tokens, experts = routing_map.shape
-        by_expert = routing_map.t()
+        tokens, groups = token_map.shape
+        by_group = token_map.t()
         if last_first:
-            by_expert = by_expert.flip(0)
-        entries = torch.nonzero_static(by_expert.contiguous(), size=tokens * per_token)
-        expert, token = entries.unbind(1)
-        slot = token.argsort(stable=True).view(tokens, per_token)
+            by_group = by_group.flip(0)
+        group, token = torch.nonzero_static(by_group.contiguous(), size=count).unbind(1)
         if last_first:
-            expert = experts - 1 - expert
-            slot = slot.flip(1)
-        return cls(token, token * experts + expert, slot)
-
-    @classmethod
-    def of_chunks(cls, sizes: Tensor, order: Tensor, device: torch.device) -> TokenCopies:
-        """One copy of each row, with the chunks that rows come in put in another order.
-
-        ``sizes`` [chunks]: rows of each chunk; ``order`` [chunks]: which chunk comes first, second
-        and so on; both on the host.
-        """
-        starts = sizes.cumsum(0) - sizes
-        sorted_sizes = sizes[order]
-        distance = starts[order] - (sorted_sizes.cumsum(0) - sorted_sizes)
-        distance_back = torch.empty_like(distance)
-        distance_back[order] = -distance
-        values = dict(there=distance, size=sorted_sizes, back=distance_back, size_back=sizes)
-        moved = copy_to_device(values, device)
-        count = int(sizes.sum())
-        positions = torch.arange(count, device=device)
-        row = positions + moved["there"].repeat_interleave(moved["size"], output_size=count)
-        slot = positions + moved["back"].repeat_interleave(moved["size_back"], output_size=count)
-        return cls(row, row, slot[:, None])
+            group = groups - 1 - group
+        entry = token * groups + group
+        if count == tokens * most:
+            first = torch.arange(0, count, most, device=token_map.device)
+        else:
+            copies = token_map.sum(1)
+            first = copies.cumsum(0) - copies
+        return cls(token, entry, entry.argsort(), first, most)
 
     def copy(self, x: Tensor) -> Tensor:
-        """Tokens [n, d] to copies [n k, d]; without a gradient."""
-        if row_kernels_apply(x):
+        """Tokens [n, d] to copies [copies, d]; without a gradient."""
+        if row_kernels_apply(x, "row_copies"):
             return copy_rows(x, self.token)
         return x.index_select(0, self.token)
 
     def sum(self, x: Tensor) -> Tensor:
-        """Copies [n k, d] to the sum of each token's copies, [n, d], without a gradient; from its
-        first expert on, unlike a scatter.
+        """Copies [copies, d] to the sum of each token's copies, [n, d], without a gradient; from its
+        first group on, unlike a scatter.
         """
-        if row_kernels_apply(x):
-            return sum_rows(x, self.slot)
-        return torch.nn.functional.embedding_bag(self.slot, x, mode="sum")
+        if row_kernels_apply(x, "row_copies"):
+            return sum_rows(x, self.slot, self.first, self.most)
+        return torch.nn.functional.embedding_bag(self.slot, x, self.first, mode="sum")
 
 
 def copy_tokens(x: Tensor, copies: Copies) -> Tensor:

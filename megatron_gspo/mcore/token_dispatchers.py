@@ -32,23 +32,48 @@ class LastExpertFirst:
     copies: TokenCopies | None = None
 
 
+NOT_CHOSEN = -1.0
+"""In the place of a token's probability for an expert that it doesn't go to; no probability is
+negative."""
+
+
 class MoEStaticTokenDispatcher(MoEAlltoAllTokenDispatcher):
-    """Megatron's dispatcher with a permutation of known size: each token has ``moe_router_topk``
+    """Megatron's dispatcher with permutations of known size: each token has ``moe_router_topk``
     experts.
 
-    Megatron's own selects by a mask, for which the host waits twice per pass, and adds up a token's
-    experts in the dtype of the activations. What a rank receives it cuts into chunks, one for each
-    expert and rank, and joins them again.
+    Megatron's own selects by a mask, for which the host waits twice per pass, sends a token once for
+    each expert, and adds up a token's experts in the dtype of the activations. What a rank receives
+    it cuts into chunks, one for each expert and rank, and joins them again.
+
+    Here a token goes to a rank once, with its probabilities for that rank's experts. There it is
+    copied for each of them, sorted by expert, and the sum of their outputs goes back.
 
     last_first: it gives the experts a `LastExpertFirst` in place of the number of their tokens.
     """
 
     last_first: bool = False
+    num_out_tokens: None = None  # the base class would copy them to the host
+    num_global_tokens_per_local_expert: None = None
     # Between dispatch and combine:
+    ranks: Tensor | None = None  # [tokens, ep], where a token has an expert on a rank
     copies: TokenCopies | None = None
     received: TokenCopies | None = None
     probs: Tensor | None = None
     tokens_per_expert: Tensor | None = None
+
+    def preprocess(self, routing_map: Tensor) -> Tensor:
+        """Tokens of each local expert; sets the tokens that go from rank to rank."""
+        self.ranks = routing_map.view(-1, self.ep_size, self.num_local_experts).any(2)
+        counts = torch.cat([routing_map.sum(0), self.ranks.sum(0)])
+        of_all = gather_from_sequence_parallel_region(counts, group=self.tp_ep_group)
+        of_all = of_all.view(self.ep_size, self.tp_size, -1).transpose(0, 1)
+        first = self.local_expert_indices[0]
+        received = of_all[:, :, self.num_experts + first // self.num_local_experts]
+        self.input_splits = counts[self.num_experts :]
+        self.output_splits = received[self.tp_rank].clone()  # the counts of all ranks don't stay
+        self.output_splits_tp = received.sum(1)
+        self._maybe_update_cuda_sync_point("before_permutation_1")
+        return of_all[:, :, first : first + self.num_local_experts].sum((0, 1))
 
     def dispatch_preprocess(
         self, hidden_states: Tensor, routing_map: Tensor, probs: Tensor
@@ -57,18 +82,17 @@ class MoEStaticTokenDispatcher(MoEAlltoAllTokenDispatcher):
         self.tokens_per_expert = self._maybe_dtoh_and_synchronize("before_permutation_1", counts)
         self.probs = probs.detach()  # combine_preprocess reads its dtype
         self.hidden_shape = hidden_states.shape
-        self.copies = self._copies(routing_map)
         tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
-        rows = tokens if self._experts_copy else copy_tokens(tokens, self.copies)
-        return rows, probs.reshape(-1).index_select(0, self.copies.entry)
+        return self._to_send(tokens, routing_map, probs)
 
-    @property
-    def _experts_copy(self) -> bool:
-        """Whether the experts get tokens, and copy them."""
-        return False
-
-    def _copies(self, routing_map: Tensor) -> TokenCopies:
-        return TokenCopies.of(routing_map, self.config.moe_router_topk)
+    def _to_send(self, tokens: Tensor, routing_map: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
+        """Rows [n, h], and each row's probability for the experts of its rank, [n, experts]."""
+        assert self.ranks is not None and self.input_splits is not None
+        most = min(self.config.moe_router_topk, self.ep_size)
+        self.copies = TokenCopies.of(self.ranks, int(self.input_splits.sum()), most=most)
+        self.ranks = None
+        chosen = probs.masked_fill(~routing_map, NOT_CHOSEN).view(-1, self.num_local_experts)
+        return copy_tokens(tokens, self.copies), chosen.index_select(0, self.copies.entry)
 
     def dispatch_postprocess(
         self, global_input_tokens: Tensor, global_probs: Tensor
@@ -83,25 +107,22 @@ class MoEStaticTokenDispatcher(MoEAlltoAllTokenDispatcher):
                 )
                 for tensor in (rows, probs)
             )
-        for point in ("before_permutation_2", "before_finish"):
-            self.tokens_per_expert = self._maybe_dtoh_and_synchronize(point, self.tokens_per_expert)
         counts = self.tokens_per_expert
         assert counts is not None
         if self.num_local_experts > 1:
-            self.received = self._received(rows.device)
+            self.received = TokenCopies.of(
+                probs.detach() != NOT_CHOSEN,
+                int(counts.sum()),
+                most=min(self.config.moe_router_topk, self.num_local_experts),
+                last_first=self.last_first,
+            )
             rows = copy_tokens(rows, self.received)
-            probs = probs.index_select(0, self.received.entry)
+            probs = probs.reshape(-1).index_select(0, self.received.entry)
+        else:
+            probs = probs.squeeze(1)
         if self.last_first:
             return rows, LastExpertFirst(counts.flip(0)), probs
         return rows, counts, probs
-
-    def _received(self, device: torch.device) -> TokenCopies:
-        """The rows that this rank received, one chunk for each rank and expert, by expert."""
-        sizes = self.num_global_tokens_per_local_expert
-        order = torch.arange(sizes.numel()).view(sizes.shape).t()
-        if self.last_first:
-            order = order.flip(0)
-        return TokenCopies.of_chunks(sizes.ravel(), order.ravel(), device)
 
     def combine_preprocess(self, hidden_states: Tensor) -> Tensor:
         rows = hidden_states
@@ -140,13 +161,15 @@ class MoELocalTokenDispatcher(MoEStaticTokenDispatcher):
     ) -> Tensor | None:
         return tokens_per_expert  # no collective needs sizes on the host
 
-    @property
-    def _experts_copy(self) -> bool:
-        return self.last_first
-
-    def _copies(self, routing_map: Tensor) -> TokenCopies:
-        per_token = self.config.moe_router_topk
-        return TokenCopies.of(routing_map, per_token, last_first=self.last_first)
+    def _to_send(self, tokens: Tensor, routing_map: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
+        """Rows of the experts, and the probability of each; with ``last_first`` the tokens, which
+        the experts copy."""
+        most = self.config.moe_router_topk
+        self.copies = TokenCopies.of(
+            routing_map, len(tokens) * most, most=most, last_first=self.last_first
+        )
+        rows = tokens if self.last_first else copy_tokens(tokens, self.copies)
+        return rows, probs.reshape(-1).index_select(0, self.copies.entry)
 
     def token_dispatch(
         self, permutated_local_input_tokens: Tensor, permuted_probs: Tensor

@@ -74,7 +74,7 @@ def compare_tile(
 ) -> None:
     """Write `Comparison.packed` of a tile into ``statistics`` [4, t]. Overwrites teacher_logits and
     scratch: two tiles, or none where the kernels run."""
-    if row_kernels_apply(logits):
+    if row_kernels_apply(logits, "logits"):
         logit_comparison(logits, teacher_logits, statistics)
         return
     softmax = torch.softmax(logits, 1, out=scratch[0])

@@ -229,7 +229,7 @@ def local_gradients(
     positions = _label_positions(labels, tiling)
     beside = None if teacher is None else _TeacherLogits(teacher[0], tiling)
     packed = None
-    if row_kernels_apply(scratch.buffers[0]):
+    if row_kernels_apply(scratch.buffers[0], "logits"):
         packed = factors.packed()
         if teacher is not None:
             packed = torch.cat((packed, teacher[1].packed()))
@@ -344,7 +344,7 @@ class _Scratch:
         """``count`` buffers, or the one for logits where the kernels run, which need no other."""
         size = tiling.tile[0] * tiling.tile[1]
         logits = like.new_empty(size, dtype=tiling.dtype)
-        others = 0 if row_kernels_apply(logits) else count - 1
+        others = 0 if row_kernels_apply(logits, "logits") else count - 1
         return cls([logits, *(torch.empty_like(logits) for _ in range(others))], {})
 
     def views(self, tokens: int, vocabulary: int) -> list[Tensor]:
@@ -424,7 +424,7 @@ def _label_positions(labels: Tensor, tiling: Tiling) -> _LabelPositions:
 def _summarize(stats: Tensor, logits: Tensor, scratch: list[Tensor]) -> None:
     """Write the statistics of a tile of logits into ``stats`` [2 or 3, t]: maximum m, 1 / sum exp(x
     - m) and sum p (x - m), with p the softmax of the tile. Overwrites scratch."""
-    if row_kernels_apply(logits):
+    if row_kernels_apply(logits, "logits"):
         logit_statistics(logits, stats)
         return
     maximum = torch.amax(logits, 1, out=stats[0])

@@ -236,8 +236,15 @@ BUILDS = {
     ),
     "sum_rows": Build(
         row_copies.sum_rows_kernel,
-        {"x_pointer": "*bf16", "slot_pointer": "*i64", "out_pointer": "*bf16", "count": "i32"},
-        {"WIDTH": 2048, "COPIES": 8, "ROWS": row_copies.SUMS, "COLUMNS": row_copies.COLUMNS},
+        {
+            "x_pointer": "*bf16",
+            "slot_pointer": "*i64",
+            "first_pointer": "*i64",
+            "out_pointer": "*bf16",
+            "count": "i32",
+            "slots": "i32",
+        },
+        {"WIDTH": 2048, "MOST": 8, "ROWS": row_copies.SUMS, "COLUMNS": row_copies.COLUMNS},
     ),
 }
 

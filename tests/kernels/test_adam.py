@@ -144,7 +144,7 @@ def compare(rank: int, world_size: int, path: str, sizes: dict[str, Any], dtype:
     policies, norms = [], []
     for is_kernel in (True, False):
         with mock.patch.object(
-            kernel_adam, "row_kernels_apply", lambda x, is_kernel=is_kernel: is_kernel
+            kernel_adam, "row_kernels_apply", lambda x, name, is_kernel=is_kernel: is_kernel
         ):
             policy = build_policy(
                 model_config(path, dtype=dtype), layout, groups, optimizer=section

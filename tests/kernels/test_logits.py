@@ -115,7 +115,7 @@ def test_the_head_with_kernels_is_the_head_without(monkeypatch, kept, count):
         return [log_probs, entropy, *torch.autograd.grad(loss, leaves)]
 
     composite = run()
-    monkeypatch.setattr(vocabulary_tiles, "row_kernels_apply", lambda x: True)
+    monkeypatch.setattr(vocabulary_tiles, "row_kernels_apply", lambda x, name: True)
     with mock.patch.object(_Scratch, "views", autospec=True, side_effect=_Scratch.views) as views:
         for ours, expected in zip(run(), composite, strict=True):
             assert torch.allclose(ours, expected, rtol=1e-4, atol=1e-5)
@@ -187,7 +187,7 @@ def test_divergences_with_kernels_are_those_without(monkeypatch, kept):
 
     composite = run()
     for module in (vocabulary_tiles, teacher_tiles):
-        monkeypatch.setattr(module, "row_kernels_apply", lambda x: True)
+        monkeypatch.setattr(module, "row_kernels_apply", lambda x, name: True)
     for ours, expected in zip(run(), composite, strict=True):
         assert torch.allclose(ours, expected, rtol=1e-4, atol=1e-5)
 

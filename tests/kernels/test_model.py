@@ -53,7 +53,9 @@ def differences(
     calls = {}
     with ExitStack() as stack:
         for module, names in OPERATORS.items():
-            stack.enter_context(mock.patch.object(module, "row_kernels_apply", lambda x: True))
+            stack.enter_context(
+                mock.patch.object(module, "row_kernels_apply", lambda x, name: True)
+            )
             for name in names:
                 counted = mock.Mock(side_effect=getattr(module, name))
                 calls[name] = stack.enter_context(mock.patch.object(module, name, counted))

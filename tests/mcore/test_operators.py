@@ -128,7 +128,7 @@ def test_experts(counts, unit, biases, rank):
 def test_experts_copy_tokens_again_for_the_backward_pass(rank, last_first):
     """The same bits as with copies that are made before, which are kept."""
     routing_map = torch.tensor([[1, 0, 1, 0], [1, 1, 0, 0], [1, 0, 1, 0]], dtype=torch.bool)
-    copies = TokenCopies.of(routing_map, 2, last_first=last_first)
+    copies = TokenCopies.of(routing_map, 6, most=2, last_first=last_first)
     counts = routing_map.sum(0).flip(0) if last_first else routing_map.sum(0)
     _, probs, *weights = experts_of(counts.tolist(), rank=rank)
     tokens = draw(3, 6)

@@ -293,6 +293,13 @@ class Estimator:
         )
         return flops / (self.hardware.gpus * self.hardware.flops)
 
+    def _ranks_of_token(self, parallel: ParallelConfig) -> float:
+        """How many ranks have some of a token's experts, if these are drawn at random."""
+        count, chosen = self.shape.num_experts, self.shape.experts_per_token
+        ranks = parallel.expert_model_parallel_size
+        none = math.comb(count - count // ranks, chosen) / math.comb(count, chosen)
+        return ranks * (1 - none) * parallel.expert_tensor_size
+
     def communication_seconds(self, choice: Choice, tokens: float) -> float:
         """Of a rank whose replica has so many tokens of the step.
 
@@ -310,7 +317,7 @@ class Estimator:
         of_rank = layers * size * tokens / context
         seconds = of_rank * 4 * shape.hidden_size * (tensor - 1) / tensor / hardware.rate(tensor)
         if experts > 1 and shape.is_moe:
-            sent = of_rank / tensor * 2 * shape.experts_per_token * shape.hidden_size
+            sent = of_rank / tensor * 2 * self._ranks_of_token(parallel) * shape.hidden_size
             far = max(0.0, 1 - hardware.gpu.node / experts)
             near = max(0.0, (experts - 1) / experts - far)
             seconds += sent * (near / hardware.rate(1) + far / hardware.rate(math.inf))

@@ -108,8 +108,8 @@ CASES: dict[str, tuple[Callable[[], OpCost | None], OpCost | None]] = {
         OpCost("gather, scatter", 1, 3 * 16 + 24 + 16, 2 * 16),
     ),
     "a row kernel's sums of rows": (
-        lambda: cost_of(kernels.sum_rows.default, (F32, IDS[:, None]), {}, HALF[:3].float()),
-        OpCost("other", 1, 3 * 16 + 24, 3 * 16),
+        lambda: cost_of(kernels.sum_rows.default, (F32, IDS, IDS[:2], 2), {}, HALF[:2].float()),
+        OpCost("other", 1, 3 * 16 + 24 + 16, 2 * 16),
     ),
     "a row kernel's copies of rows": (
         lambda: cost_of(kernels.copy_rows.default, (F32, IDS), {}, HALF[:3].float()),

@@ -32,7 +32,7 @@ def fused_functions(host: HostLog) -> Iterator[None]:
     can_compile = kernels.can_compile
     for name, make in _FUNCTIONS.items():
         setattr(F, name, make(before[name], host))
-    kernels.can_compile = kernels.are_on  # type: ignore[assignment]
+    kernels.can_compile = lambda: True  # type: ignore[assignment]
     try:
         yield
     finally:

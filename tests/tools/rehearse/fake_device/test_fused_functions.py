@@ -1,9 +1,12 @@
 """Functions of one kernel."""
 
+import os
+from unittest import mock
+
 import torch
 import torch.nn.functional as F
 
-from megatron_gspo.kernels import row_kernels_apply
+from megatron_gspo.kernels import SWITCH, row_kernels_apply
 from megatron_gspo.kernels.operators import (
     logit_gradient,
     logit_statistics,
@@ -61,7 +64,10 @@ def test_kernels_over_rows_are_called_as_on_a_gpu() -> None:
         hidden = torch.randn(16, 64, device="cuda", dtype=torch.bfloat16)
         probs = torch.rand(16, device="cuda")
         grad = torch.randn(16, 32, device="cuda", dtype=torch.bfloat16)
-        assert row_kernels_apply(hidden)
+        assert row_kernels_apply(hidden, "gated_unit")
+        with mock.patch.dict(os.environ, {SWITCH: "-gated_unit"}):
+            assert not row_kernels_apply(hidden, "gated_unit")
+            assert row_kernels_apply(hidden, "row_copies")
         unit = (float("inf"), 1.0, 0.0)
         before = gpu.memory.total
         out = scaled_gated_unit(hidden, probs, *unit)
