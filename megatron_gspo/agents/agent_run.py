@@ -294,7 +294,6 @@ class AgentRun:
     def end(self) -> None:
         """Accept no call any more, and stop those in flight. May be called again."""
         self.over.set()
-        self._on_delivery = lambda: None  # who listens may have a list of runs, this one in it
         for draw in self._draws.values():
             draw.task.cancel()
 

@@ -89,12 +89,7 @@ async def test_a_run_that_is_over_is_no_cycle() -> None:
     async with serving(echo) as served:
 
         async def play() -> weakref.ref[AgentRun]:
-            """A run whose listener knows it, as the process that hosts agents has them."""
-            opened: list[AgentRun] = []
-            run = served.endpoint.open_run(
-                served.generator, served.limits, seed=1, on_delivery=lambda: opened.copy()
-            )
-            opened.append(run)
+            run = served.endpoint.open_run(served.generator, served.limits, seed=1)
             await served.message([{"role": "user", "content": "hello"}], run=run)
             served.endpoint.end_run(run)
             return weakref.ref(run)
