@@ -184,38 +184,6 @@ def test_shared_experts_and_attention_biases(models, arrangement):
     check(models("shared"), case_of(arrangement))
 
 
-@pytest.mark.parametrize(
-    ("name", "arrangement"),
-    [
-        ("deepseek_v32", SINGLE),
-        ("deepseek_v32", Arrangement(context=2)),
-        ("deepseek_v32", Arrangement(tensor=2, sequence_parallel=True, context=2, expert=2)),
-        ("deepseek_v32", Arrangement(pipeline=2, data=2, expert=2)),
-        ("glm_dsa", SINGLE),
-        ("glm_dsa", Arrangement(tensor=2, sequence_parallel=True, pipeline=2, expert=2)),
-    ],
-    ids=lambda value: getattr(value, "name", value),
-)
-def test_sparse_attention(models, name, arrangement):
-    """Samples longer and shorter than the number of positions that an indexer selects."""
-    check(models(name), case_of(arrangement))
-
-
-@pytest.mark.parametrize(
-    "arrangement",
-    [
-        SINGLE,
-        Arrangement(tensor=2, sequence_parallel=True, context=2, expert_tensor=2),
-        Arrangement(pipeline=2, interleaved=True, data=2),
-        Arrangement(tensor=2, sequence_parallel=True, data=2, expert=2),
-    ],
-    ids=lambda a: a.name,
-)
-def test_mamba(models, arrangement):
-    """Layers of Mamba-2, of attention, of an MLP and of experts alone: Nemotron-3."""
-    check(models("nemotron"), case_of(arrangement))
-
-
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_embedding_and_loss_count_as_layers(models, recompute):
     """The first chunk of the first stage and the last of the last have no layer, and every

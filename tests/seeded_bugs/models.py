@@ -134,7 +134,7 @@ MODELS = (
         file="megatron_gspo/models/nemotron.py",
         before="(sizes.groups * sizes.values, *convolved_blocks(shape), sizes.heads)",
         after="(*convolved_blocks(shape), sizes.groups * sizes.values, sizes.heads)",
-        test="tests/equivalence/test_layouts.py::test_mamba[tp1-pp1-cp1-dp1-ep1-etp1]",
+        test="tests/equivalence/test_layouts.py::test_family[nemotron-tp1-pp1-cp1-dp1-ep1-etp1]",
     ),
     SeededBug(
         name="delta net: every context-parallel rank with the first heads' filters",
