@@ -112,7 +112,7 @@ IN_UNIT = (
     "tests/equivalence/test_layouts.py::test_moe[tp2-pp2i-cp2-dp1-ep1-etp1]",
     "tests/equivalence/test_layouts.py::test_dense[tp2nosp-pp2i-cp2-dp1]",
     "tests/equivalence/test_layouts.py::test_family[qwen35_moe-tp2-pp1-cp2-dp1-ep1-etp2]",
-    "tests/equivalence/test_layouts.py::test_lora[lora_some-tp2-pp2-cp1-dp2]",
+    "tests/equivalence/test_layouts.py::test_lora[lora_some-tp1-pp2-cp1-dp1]",
 )
 FILES_IN_UNIT = {test.split("::")[0] for test in IN_UNIT}
 

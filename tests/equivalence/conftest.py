@@ -1,5 +1,6 @@
 """`--every N` runs one in N of the layouts, spread over their list; `--last-cases` runs the last
-case of each other test of test_layouts.py, the largest, where otherwise all of them run.
+case of each other test of test_layouts.py, the largest, where otherwise all of them run. What
+`make test` names always runs.
 """
 
 from __future__ import annotations
@@ -7,6 +8,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+
+from tests.conftest import IN_UNIT
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -17,7 +20,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     # another position in each group of N: a fixed one would always select the same of three
     # rotating choices
     left_out = {
-        id(item) for index, item in enumerate(layouts) if index % every != index // every % every
+        id(item)
+        for index, item in enumerate(layouts)
+        if index % every != index // every % every and item.nodeid not in IN_UNIT
     }
     if config.getoption("--last-cases"):
         file = here / "test_layouts.py"
