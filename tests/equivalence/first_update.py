@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron_gspo.algorithms import RatioHistogram
 from megatron_gspo.config import Config
 from megatron_gspo.data.sample import Sample
 from megatron_gspo.data.sample_batch import SampleBatch
@@ -21,6 +22,7 @@ from megatron_gspo.loop.critic import run_critic_steps, with_values
 from megatron_gspo.loop.log_probs import with_log_probs
 from megatron_gspo.loop.loss_masking import mask_samples
 from megatron_gspo.loop.optimizer_steps import run_optimizer_steps
+from megatron_gspo.loop.ratio_quantiles import quantiles_over_ranks
 from megatron_gspo.loop.routing import RoutingReplay
 from megatron_gspo.loop.sample_flops import sample_flops
 from megatron_gspo.loop.step_plan import StepPlan, plan_step
@@ -54,9 +56,10 @@ def metrics_without_a_change(
     with shape_dependent(policy):
         batch, _ = with_log_probs(batch, policy, None, config, plan, routing, Timers(), {})
         batch, masked = mask_samples(batch, step=0, truncated=False)
-        update = run_optimizer_steps(policy, batch, config, 0, plan, routing, Timers(), {})
+        ratios: dict[str, RatioHistogram] = {}
+        update = run_optimizer_steps(policy, batch, config, 0, plan, routing, Timers(), ratios)
     assert (masked["masked/unscored"], update.metrics["updates"]) == (1, 2)
-    return update.metrics
+    return update.metrics | quantiles_over_ranks(ratios, batch)
 
 
 def check_first_critic_update(critic: Policy, samples: list[Sample]) -> None:
