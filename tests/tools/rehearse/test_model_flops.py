@@ -40,6 +40,9 @@ def rehearse(family: str, rank: int, world: int, *overrides: str) -> tuple[RankR
             f"rollout.max_response_length={RESPONSE}",
             "training.log_prob_memory_gib=1e-6",  # logits are computed again
             "training.micro_batch_size=1",
+            "rollout.rollout_batch_size=2",
+            "rollout.n_samples_per_prompt=2",
+            "training.global_batch_size=4",
             *overrides,
         ],
     )
