@@ -51,6 +51,9 @@ def test_runs_go_on_while_the_trainer_works(
         training={"steps": 4, "max_tokens_per_micro_batch": 640},
         evaluation={"at_start": False},
     )
-    assert [record["staleness/max"] for record in steps] == [0.0, 1.0, 1.0, 1.0]
-    assert steps[0]["mismatch/abs_diff_max"] < AGREEMENT < steps[1]["mismatch/abs_diff_max"]
+    staleness = [record["staleness/max"] for record in steps]
+    # Agents that start after a short update has ended have no call of the weights before it.
+    assert staleness[0] == 0.0 and max(staleness) == 1.0
+    stale = steps[staleness.index(1.0)]
+    assert steps[0]["mismatch/abs_diff_max"] < AGREEMENT < stale["mismatch/abs_diff_max"]
     check_ledger(tmp_path / "run", batch=4, n=4, staleness=1)
