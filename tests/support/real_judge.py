@@ -23,7 +23,13 @@ def scores_of(
     ids = character_tokenizer().get_vocab()
     ends_early = {str(ids[character]): 100 for character in '"}'}  # of strings and numbers
     request = {"temperature": 1.0, "max_tokens": 100, "logit_bias": ends_early}
-    settings = {"servers": [url], "model": model, "instructions": "Grade it.", "request": request}
+    settings = {
+        "servers": [url],
+        "model": model,
+        "instructions": "Grade it.",
+        "request": request,
+        "attempts": 20,  # the model may not end
+    }
     prompt = make_prompt(answer="4")
     prompt.messages = [{"role": "user", "content": "2 + 2?"}]
     with RewardScorer(verifier, settings | options, timeout=None) as scorer:
@@ -43,9 +49,9 @@ def assert_it_judges(url: str, model: str, module: str, folder: Path) -> None:
     nowhere = f"http://127.0.0.1:{free_port()}"
     kept = scores_of(nowhere, model, ["5", "4"], cache=cache)
     np.testing.assert_array_equal(kept.rewards, scores.rewards[[1, 0]])
-    # Half of the orders that the schema allows have a response twice.
-    ranked = scores_of(url, model, ["4", "5"], "judge_ranking", attempts=20)
-    assert sorted(ranked.rewards) == [0, 1], ranked.messages
+    # The server takes the schema of a ranking, in which a random model may name a response twice.
+    ranked = scores_of(url, model, ["4", "5"], "judge_ranking")
+    assert all("the answer" in message for message in ranked.messages if message), ranked.messages
     signal_server(url, module, signal.SIGSTOP)
     try:
         hanging = scores_of(url, model, ["6"], time_limit=2.0)
