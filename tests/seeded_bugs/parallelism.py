@@ -26,16 +26,6 @@ PARALLELISM = (
         ),
     ),
     SeededBug(
-        name="an expert whose probability is 0 doesn't get the token that chose it",
-        file="megatron_gspo/mcore/token_dispatchers.py",
-        before="probs.detach() != NOT_CHOSEN",
-        after="probs.detach() > 0.0",
-        test=(
-            "tests/mcore/test_token_dispatchers.py::"
-            "test_results_are_megatrons_and_weights_are_one_view[experts]"
-        ),
-    ),
-    SeededBug(
         name="an exchange for level costs fills a micro-batch above the budget of tokens",
         file="megatron_gspo/data/schedule.py",
         before="-heavy.room <= longer <= light.room",
