@@ -109,7 +109,7 @@ def shared_layer(gpus: int, has_varlen: bool) -> str:
     gpu = GPUS["h100"]
 
     def totals(layers: int) -> tuple[OpTime, float, float]:
-        """What is outside of products and attention, seconds of all, and those of collectives."""
+        """Outside of products and attention; seconds of all; seconds of collectives."""
         sizes = replace(REAL, model={"num_hidden_layers": layers}, expert_parallel=gpus)
         rows = rehearsed_rows(sizes, has_varlen)["layer"]
         times = times_by(rows.ops, rates_of(gpu), lambda op: op.op_class)
@@ -120,12 +120,12 @@ def shared_layer(gpus: int, has_varlen: bool) -> str:
             sum(collective_seconds(call, 0, gpu, LINK_EFFICIENCY) for call in rows.collectives),
         )
 
-    one, one_seconds, one_exchange = totals(1)
-    two, two_seconds, two_exchange = totals(2)
+    shallow, shallow_seconds, shallow_exchange = totals(1)
+    deep, deep_seconds, deep_exchange = totals(2)
     return (
-        f"one more layer: {(two.bytes - one.bytes) / 1e9:.1f} GB outside of products and attention in"
-        f" {two.launches - one.launches} launches, {1e3 * (two_seconds - one_seconds):.1f} ms, and"
-        f" {1e3 * (two_exchange - one_exchange):.1f} ms of collectives"
+        f"one more layer: {(deep.bytes - shallow.bytes) / 1e9:.1f} GB outside of products and attention in"
+        f" {deep.launches - shallow.launches} launches, {1e3 * (deep_seconds - shallow_seconds):.1f} ms, and"
+        f" {1e3 * (deep_exchange - shallow_exchange):.1f} ms of collectives"
     )
 
 

@@ -10,9 +10,9 @@ At the sizes of `benchmarks/gpu.py`, in bfloat16:
 - head: with each memory budget for its logits (`training.log_prob_memory_gib`);
 - profile: every GPU kernel of the head, the layer and the step, with its launches and time.
 
-A section ends after the measurement with which it exceeds its time. The result is written after each
-measurement, so that what is measured is kept. The
-speeds of `tools/rehearse/rates.yaml` are of such a profile.
+A section ends after the measurement with which it exceeds its time. The result is written after
+each measurement, so that what is measured is kept. The speeds of `tools/rehearse/rates.yaml` are of
+such a profile.
 
     python -m benchmarks.gpu_probe               # all sections, about six minutes
     python -m benchmarks.gpu_probe rows head     # these

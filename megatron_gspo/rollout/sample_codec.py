@@ -65,19 +65,21 @@ def encode_samples(samples: Sequence[Sample], positions: Sequence[int]) -> bytes
     top_log_probs = [
         s.rollout_top_log_probs.ravel() for s in samples if s.rollout_top_log_probs is not None
     ]
-    top = packed_top(_joined(top_ids, np.int32), _joined(top_log_probs, np.float32))
+    first_of_top, second_of_top = packed_top(
+        _joined(top_ids, np.int32), _joined(top_log_probs, np.float32)
+    )
     sections = [
-        np.array([_FORMAT, len(samples), len(metadata), top[1].itemsize], dtype=np.int64),
+        np.array([_FORMAT, len(samples), len(metadata), second_of_top.itemsize], dtype=np.int64),
         table,
         np.array([sample.reward for sample in samples], dtype=np.float64),
         _joined([s.tokens for s in samples if s.has_tokens], np.int64),
         _joined([s.row_lengths for s in samples if s.row_lengths is not None], np.int64),
         _joined(floats, np.float32),
         _joined([s.token_versions for s in samples if s.token_versions is not None], np.int32),
-        top[0],
+        first_of_top,
         _joined([s.support_lengths for s in samples if s.support_lengths is not None], np.int32),
         _joined([s.support_ids for s in samples if s.support_ids is not None], np.int32),
-        top[1],  # after what is aligned to 4 bytes
+        second_of_top,  # after what is aligned to 4 bytes
         *routes,
         _joined(missing_routes, np.uint8),
         _joined([s.loss_mask for s in samples], np.uint8),

@@ -27,8 +27,8 @@ ROUTING = (
     SeededBug(
         name="an engine's selections counted from the padding",
         file="megatron_gspo/rollout/embedded/selection_recorder.py",
-        before="columns - np.int32(self._padding[row])",
-        after="columns",
+        before="row - np.int32(padding)",
+        after="row",
         test=(
             "tests/rollout/embedded/test_families.py"
             "::test_the_last_selections_are_those_of_a_plain_pass[glm_dsa]"

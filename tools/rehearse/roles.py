@@ -164,8 +164,8 @@ def _parse_list(chosen: str, world: int) -> list[int]:
     words = [word.strip() for word in chosen.split(",")]
     if not all(word.isdecimal() for word in words):
         raise InputError(
-            f"--ranks {chosen}: is not a list of ranks; write all-roles, stages, all or ranks such as"
-            " 0,5"
+            f"--ranks {chosen}: is not a list of ranks; write all-roles, stages, all or ranks such"
+            " as 0,5"
         )
     ranks = sorted({int(word) for word in words})
     if ranks[-1] >= world:

@@ -98,14 +98,15 @@ def rollout_counts(
     queries this rank has: all layers of the model, from the first."""
     totals = torch.zeros(2, dtype=torch.float64, device=compute_device())
     for of_pass in sampled:
-        for row, query in enumerate(of_pass.queries):
-            if query not in of_engine:
-                continue
-            given = torch.from_numpy(of_engine[query]).to(totals.device)
-            for layer, selected in of_pass.by_layer.items():
-                shared = shared_share(selected[row][None], given[layer - 1][None])
-                totals[0] += 1 - shared[0]
-                totals[1] += 1
+        known = [row for row, query in enumerate(of_pass.queries) if query in of_engine]
+        if not known:
+            continue
+        of_queries = np.stack([of_engine[of_pass.queries[row]] for row in known], axis=1)
+        given = torch.from_numpy(of_queries).to(totals.device)  # [layers, queries, topk]
+        rows = torch.tensor(known, device=totals.device)
+        for layer, selected in of_pass.by_layer.items():
+            totals[0] += (1 - shared_share(selected[rows], given[layer - 1])).sum()
+            totals[1] += len(known)
     return totals
 
 

@@ -60,7 +60,7 @@ class Responses:
     """Expert ids of each response, [P + length - 1, layers, k]."""
 
     selections: list[np.ndarray | None] | None = None
-    """Of each response, see `DecodedSelections.of_row`."""
+    """Of each response, see `DecodedSelections.of_rows`."""
 
 
 @dataclass(frozen=True)
@@ -158,7 +158,7 @@ def decode(
     if routes is not None:
         responses.routes = routes.of_rows(responses.lengths.tolist())
     if selections is not None:
-        responses.selections = [selections.of_row(row) for row in range(batch)]
+        responses.selections = selections.of_rows()
     return responses
 
 

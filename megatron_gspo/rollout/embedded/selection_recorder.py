@@ -62,7 +62,7 @@ class DecodedSelections:
         self._recorder = recorder
         self._padding = padding
         self._columns: Tensor | None = None  # [B, layers, topk]
-        self._known = np.zeros(len(padding), dtype=np.bool_)
+        self._known: Tensor | None = None  # [B] bool, on the device as they are
         columns = recorder.last_columns()
         if columns is not None:
             prompts = torch.from_numpy(prompt_of_row).to(columns.device)
@@ -75,18 +75,26 @@ class DecodedSelections:
         if columns is not None:
             self._keep(rows[is_response], columns[is_response])
 
-    def of_row(self, row: int) -> np.ndarray | None:
-        """Ascending positions [layers, topk] int32; None where the row had no more of them."""
-        if self._columns is None or not self._known[row]:
-            return None
-        columns = self._columns[row].sort(dim=-1).values.cpu().numpy()
-        return columns - np.int32(self._padding[row])
+    def of_rows(self) -> list[np.ndarray | None]:
+        """Of each row, ascending positions [layers, topk] int32; None where it had no more of
+        them."""
+        if self._columns is None or self._known is None:
+            return [None] * len(self._padding)
+        columns = self._columns.sort(dim=-1).values.cpu().numpy()
+        return [
+            row - np.int32(padding) if known else None
+            for row, padding, known in zip(
+                columns, self._padding, self._known.tolist(), strict=True
+            )
+        ]
 
     def _keep(self, rows: Tensor, columns: Tensor) -> None:
-        if self._columns is None:
-            self._columns = columns.new_empty(len(self._known), *columns.shape[1:])
+        if self._columns is None or self._known is None:
+            batch = len(self._padding)
+            self._columns = columns.new_zeros(batch, *columns.shape[1:])
+            self._known = torch.zeros(batch, dtype=torch.bool, device=columns.device)
         self._columns.index_copy_(0, rows, columns)
-        self._known[rows.cpu().numpy()] = True
+        self._known.index_fill_(0, rows, True)
 
 
 def _is_indexer(module: nn.Module) -> bool:

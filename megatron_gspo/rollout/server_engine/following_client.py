@@ -18,9 +18,8 @@ import aiohttp
 from megatron_gspo.config import ServerConfig
 from megatron_gspo.rollout.server_engine.response_generator import ResponseGenerator
 from megatron_gspo.rollout.server_engine.server_api import ServedModel, ServerAPI
+from megatron_gspo.rollout.server_engine.server_clients import server_clients
 from megatron_gspo.rollout.server_engine.server_pool import PoolState, ServerPool
-from megatron_gspo.servers.http_client import ServerClient
-from megatron_gspo.servers.server_launch import read_api_key
 
 
 @dataclass(frozen=True)
@@ -128,14 +127,6 @@ class FollowingClient(ResponseGenerator):
         """End its connections."""
         self._monitor.cancel()
         await self._session.close()
-
-
-def server_clients(
-    urls: Sequence[str], session: aiohttp.ClientSession, config: ServerConfig
-) -> list[ServerClient]:
-    """A client of each server. Raises ValueError for an invalid URL."""
-    key = read_api_key(config)
-    return [ServerClient(url, session, api_key=key) for url in urls]
 
 
 def _no_text(tokens: Sequence[int]) -> str:

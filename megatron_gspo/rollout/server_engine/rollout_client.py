@@ -22,7 +22,6 @@ from megatron_gspo.rollout.server_engine.following_client import (
     ClientElsewhere,
     ClientReport,
     ClientSettings,
-    server_clients,
 )
 from megatron_gspo.rollout.server_engine.open_group import RESPONSES, GroupKind
 from megatron_gspo.rollout.server_engine.request_stream import RequestStream
@@ -32,6 +31,7 @@ from megatron_gspo.rollout.server_engine.server_api import (
     ServedModel,
     ServerAPI,
 )
+from megatron_gspo.rollout.server_engine.server_clients import server_clients
 from megatron_gspo.rollout.server_engine.server_pool import PooledServer, PoolState, ServerPool
 from megatron_gspo.servers.http_client import EventLoop, ServerClient, ServerError, open_session
 from megatron_gspo.servers.server_processes import LocalServers

@@ -15,9 +15,9 @@ from megatron_gspo.rollout.server_engine.server_api import (
     ServedModel,
     ServerAPI,
 )
+from megatron_gspo.rollout.server_engine.server_clients import server_clients
 from megatron_gspo.servers.backoff import Backoff
 from megatron_gspo.servers.http_client import EventLoop, ServerClient, ServerError, open_session
-from megatron_gspo.servers.server_launch import read_api_key
 
 _INFO_SECONDS = 10.0  # until a server has told its limits
 _BACKOFF = Backoff(0.2, longest=5.0)
@@ -38,8 +38,7 @@ class ScoringClient:
         self._model = model
         self._loop = EventLoop()
         self._session = self._loop.run(open_session())
-        key = read_api_key(config)
-        self._servers = [ServerClient(url, self._session, api_key=key) for url in config.urls]
+        self._servers = server_clients(config.urls, self._session, config)
         self._free = asyncio.Semaphore(config.max_concurrent_requests * len(self._servers))
 
     @property
