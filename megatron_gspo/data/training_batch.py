@@ -19,6 +19,7 @@ from megatron_gspo.data.sample_batch import BatchTable, rows_of
 from megatron_gspo.data.turn_spans import spans
 from megatron_gspo.parallel.collectives import group_rank, group_size
 from megatron_gspo.parallel.host_exchange import broadcast_array, broadcast_bytes, exchange_bytes
+from megatron_gspo.parallel.host_memory import return_free_memory
 from megatron_gspo.routing_replay.routes import route_fault
 
 # Fields of a sample that become columns of its response, [R] float32.
@@ -32,6 +33,8 @@ _FLOAT_FIELDS = (
 )
 # The same, [R, K] of their dtypes.
 _TOP_FIELDS = {"rollout_top_ids": np.int32, "rollout_top_log_probs": np.float32}
+# Of samples, which are given back to the system together once they were copied.
+_RETURNED_BYTES = 64 << 20
 _NO_TOKENS = Columns.of([], np.zeros(0, dtype=np.int64))
 # On stages of a pipeline without the loss.
 _NO_RESPONSES = Columns.of(
@@ -217,8 +220,9 @@ class TrainingBatch(BatchTable):
 class TrainingBatchBuilder:
     """Makes a `TrainingBatch` of samples that arrive one after the other, in any order.
 
-    The columns are allocated at once and a sample's arrays are copied into them, so that the memory
-    of a sample is free once it was added.
+    The columns are allocated at once and a sample's arrays are copied into them. A sample's memory
+    goes back to the system once it was added, so that the samples and their columns do not exist
+    twice.
     """
 
     def __init__(
@@ -252,6 +256,7 @@ class TrainingBatchBuilder:
         if has_tokens:
             self._input_arrays["tokens"] = np.empty(tokens, dtype=np.int64)
         self._added = 0
+        self._copied_bytes = 0  # of routes, which are nearly all of a sample
         self._with_top_ids = 0
         self._support_ids: dict[int, np.ndarray] = {}
         self._response_arrays: dict[str, np.ndarray] = {}
@@ -315,6 +320,10 @@ class TrainingBatchBuilder:
         column[rows] = routes
         if sample.missing_routes is not None:
             self._input_arrays["missing_routes"][rows] = sample.missing_routes
+        self._copied_bytes += routes.nbytes
+        if self._copied_bytes >= _RETURNED_BYTES:
+            return_free_memory()
+            self._copied_bytes = 0
 
     def _add_response(self, position: int, sample: Sample, inputs: slice, index: int) -> None:
         start = int(self._responses.starts[index])

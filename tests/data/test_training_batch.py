@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -88,6 +89,34 @@ def over_ranks(rank: int, world: int) -> list[Any]:
         masked.inputs["trained"].sum() == masked.responses["loss_mask"].sum(),
         batch.shared(10.0 * np.array(positions)).tolist(),
     ]
+
+
+def _resident_bytes(name: str) -> int:
+    """Of this process: VmRSS is held now, VmHWM was held at most."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name))
+
+
+def test_samples_and_their_columns_do_not_exist_twice():
+    length = 2**12
+    block = np.empty(16 << 20, dtype=np.uint8)
+    del block  # from now on glibc takes smaller blocks from its heap
+    samples = {
+        position: replace(
+            make_sample(1, length - 1, seed=position),
+            routed_experts=np.ones((length - 1, 64, 8), dtype=np.uint8),
+        )
+        for position in range(128)
+    }
+    table = rows_of(samples.values())
+    Path("/proc/self/clear_refs").write_text("5")  # forgets the peak
+    before = _resident_bytes("VmRSS")
+    builder = TrainingBatchBuilder(table, range(128))
+    while samples:
+        position = next(iter(samples))
+        builder.add(position, samples.pop(position))
+    share = builder.batch().inputs.arrays["routed_experts"].nbytes
+    assert _resident_bytes("VmHWM") - before < 0.6 * share
 
 
 def test_what_ranks_know_of_each_others_samples():
