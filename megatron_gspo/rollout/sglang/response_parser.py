@@ -73,7 +73,7 @@ class GenerateResponse(msgspec.Struct, frozen=True):
     """A response to /generate, as far as it is read."""
 
     meta_info: MetaInfo
-    output_ids: msgspec.Raw = msgspec.Raw()  # a view of the body
+    output_ids: msgspec.Raw = msgspec.Raw()  # a view of what was decoded
 
 
 class OutputIds(msgspec.Struct, frozen=True):
@@ -98,6 +98,8 @@ class ScoreResponse(msgspec.Struct, frozen=True):
 _GENERATE = msgspec.json.Decoder(GenerateResponse)
 _SCORE = msgspec.json.Decoder(ScoreResponse)
 _OUTPUT_IDS = msgspec.json.Decoder(OutputIds)
+_ROUTES_KEY = b'"routed_experts":"'  # as SGLang writes it
+_CUT_OUT = b"(cut out)"  # no base64
 
 
 def max_response_bytes(context: RequestContext) -> int:
@@ -111,11 +113,31 @@ def max_response_bytes(context: RequestContext) -> int:
 
 
 def decode_response(body: bytes | bytearray, context: RequestContext) -> GenerateResponse:
-    """The body of a response to /generate; its routes and output_ids stay views of `body`.
+    """The body of a response to /generate; its routes stay a view of `body`.
 
     Raises `ResponseError` for what is not JSON and for values of other types.
     """
-    return decoded(_GENERATE, body, context)
+    return _decoded_without_routes(body) or decoded(_GENERATE, body, context)
+
+
+def _decoded_without_routes(body: bytes | bytearray) -> GenerateResponse | None:
+    """The response, of which the JSON parser does not see the routes' text: it takes several times
+    as long for it as a search for the closing quote. None where that is no valid response.
+    """
+    start = body.find(_ROUTES_KEY) + len(_ROUTES_KEY)
+    end = body.find(b'"', start)
+    if start < len(_ROUTES_KEY) or end < 0:
+        return None
+    view = memoryview(body)
+    try:
+        response = _GENERATE.decode(b"".join((view[:start], _CUT_OUT, view[end:])))
+    except (msgspec.DecodeError, ValueError, RecursionError):
+        return None
+    if bytes(response.meta_info.routed_experts) != b'"%b"' % _CUT_OUT:
+        return None  # something else has this name
+    routes = msgspec.Raw(view[start - 1 : end + 1])
+    meta = msgspec.structs.replace(response.meta_info, routed_experts=routes)
+    return msgspec.structs.replace(response, meta_info=meta)
 
 
 def parse_response(response: GenerateResponse, context: RequestContext) -> ResponsePart:

@@ -55,12 +55,11 @@ def parse_input_scores(reply: Any, request: RequestContext, tokens: Any) -> Inpu
 
 
 def body(reply: Any) -> bytes:
-    """As it travels. Not ASCII alone: a server writes UTF-8."""
-    return (
-        reply
-        if isinstance(reply, bytes)
-        else json.dumps(reply, ensure_ascii=False).encode(errors="surrogatepass")
-    )
+    """As it travels: without spaces, and not ASCII alone, since a server writes UTF-8."""
+    if isinstance(reply, bytes):
+        return reply
+    text = json.dumps(reply, ensure_ascii=False, separators=(",", ":"))
+    return text.encode(errors="surrogatepass")
 
 
 def refusal(reply: Any, parse: Callable[..., Any] = parse_response, **request: Any) -> str:
@@ -125,6 +124,24 @@ def test_routes_from_a_position_on():
     assert "holds 18 ids, not 7 rows x 3 layers x 2" in refusal(reply)
     without = asked(model=replace(MODEL, return_routes=False))
     assert parse_response(changed(lambda a, m: m.pop("routed_experts")), without).routes is None
+
+
+@pytest.mark.parametrize(
+    "before",
+    [
+        {"text": 'a reply with "routed_experts":"AAAA" in it'},
+        {"more": {"routed_experts": "AAAA"}},
+        {"more": {'"routed_experts': "AAAA"}},
+        {"routed_experts": "AAAA"},
+    ],
+)
+@pytest.mark.parametrize("separators", [(",", ":"), (", ", ": ")])
+def test_the_routes_are_those_of_meta_info(before, separators):
+    written = json.dumps({**before, **GOOD}, separators=separators).encode()
+    np.testing.assert_array_equal(parse_response(written, asked()).routes, route_ids(7)[:, [0, 2]])
+    without = {**before, **changed(lambda a, m: m.update(routed_experts=""))}
+    written = json.dumps(without, separators=separators).encode()
+    assert "routed_experts holds 0 ids" in refusal(written)
 
 
 WRONG = {
