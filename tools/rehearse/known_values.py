@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_map
 from megatron_gspo.tools.rehearse.operation import Args, Kwargs, Operation, Result
 
 _MOST_INTEGERS = 2**27
-_MOST_FLOATS = 2**22
+_MOST_FLOATS = 2**24  # routes of 32k tokens to 512 experts
 _MOST_COLUMNS = 1024  # of a float matrix: the experts of a routing map
 
 aten = torch.ops.aten

@@ -20,6 +20,14 @@ def test_known_values_decide_sizes() -> None:
 
 
 @on_fake_gpu
+def test_routes_of_long_micro_batches_to_many_experts_decide_sizes() -> None:
+    with FakeGpu():
+        chosen = torch.zeros(18_432, 10, dtype=torch.long, device="cuda")
+        probabilities = torch.zeros(18_432, 512, device="cuda").scatter(1, chosen, 1.0)
+        assert (probabilities > 0).sum(0)[:2].tolist() == [18_432, 0]
+
+
+@on_fake_gpu
 def test_floats_and_flags_that_are_unknown_are_made_up_and_listed() -> None:
     with FakeGpu() as gpu:
         norm = torch.randn(4, device="cuda").norm()
