@@ -72,8 +72,8 @@ class DataConfig:
     """Prompts, their format and the verifier that scores responses."""
 
     prompts: UserPath | tuple[UserPath, ...] | None = None
-    """Training prompts: a file, folder, glob or saved data set, or several (docs/data.md); null
-    with `task`."""
+    """Training prompts: files, folders, globs or saved data sets (docs/data.md); null with `task`.
+    """
     task: TaskConfig | None = None
     """A generated reasoning-gym task in place of `prompts`."""
     sources: tuple[SourceConfig, ...] = ()

@@ -26,13 +26,14 @@ class TrainingConfig:
     micro_batch_size: Annotated[int, Ge(1)] | None = None
     """Sequences per micro-batch; null packs as many as fit."""
     log_prob_memory_gib: Annotated[float, Gt(0)] | None = None
-    """GiB for logits in the log-prob head. Null computes tiles of 0.25, and keeps them where the
-    GPU has free memory (docs/gpu.md)."""
+    """GiB for logits in the log-prob head; null keeps them where the GPU has free memory
+    (docs/gpu.md).
+    """
 
     only: Literal["rollout", "train"] | None = None
-    """Half of the loop: generate and score, or train on `batches` (docs/profiling.md)."""
+    """Half of the loop: generate, or train on `batches` (docs/profiling.md)."""
     batches: UserPath | None = None
-    """Directory of scored rollout batches, which `only: train` reads; null writes none."""
+    """Directory of scored rollout batches; null writes none."""
 
     @property
     def log_prob_bytes(self) -> int | None:
@@ -91,7 +92,7 @@ class GuardConfig:
     action: Literal["off", "warn", "stop"] = "warn"
     """`warn` prints a line (docs/collapse.md); `stop` also saves and ends the run."""
     effective_sample_size: Annotated[float, Gt(0), Lt(1)] | None = None
-    """Lower values count. Null is 0.5, or none where the objective bounds the weights."""
+    """Lower values count; null is 0.5, or none where the objective bounds the weights."""
     mismatch_k3: Annotated[float, Gt(0)] = 0.1
     """Higher values of `mismatch/k3` count, in nats per token."""
     steps: Annotated[int, Ge(1)] = 3
