@@ -22,7 +22,7 @@ class SamplingParams:
     """
 
     n_samples_per_prompt: Annotated[int, Ge(1)] = 8
-    """Responses per prompt: the group of the advantages."""
+    """Responses per prompt, a group."""
     max_response_length: Annotated[int, Ge(1)] = 1024
     """Maximum response length in tokens, end token included."""
     temperature: Annotated[float, Ge(0)] = 1.0
@@ -133,13 +133,13 @@ class RoutingConfig:
     storage: Literal["device", "host"] = "device"
     """Memory of recorded routes: GPU or pinned host memory."""
     metrics: bool = True
-    """Log expert flips, router entropy and expert load (routing/*)."""
+    """Log routing/* (docs/metrics.md)."""
     metric_sequences: Annotated[int, Ge(1)] = 8
     """Sequences per rollout batch whose expert flips are measured without replay."""
     compare_rollout: bool = False
     """Request the rollout engine's routes, for routing/rollout_flip_rate."""
     perturbation: UserPath | None = None
-    """Import path of a function that changes the chosen experts (docs/extending.md)."""
+    """Import path of your perturbation (docs/extending.md)."""
     perturbation_options: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of `perturbation`."""
 
