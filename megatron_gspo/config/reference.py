@@ -26,6 +26,9 @@ def help_text(model: type, usage: str) -> str:
     return "\n".join(lines)
 
 
+# `words (docs/page.md)` becomes a link; the words begin after the last point, colon or semicolon.
+_LINKED = re.compile(r"([\w`][^;:.()]*) \(docs/(\w+)\.md\)")
+
 _INTRO = """# Config reference
 
 This page lists every config key. `make docs` writes it from the fields in `megatron_gspo/config/`.
@@ -98,6 +101,6 @@ def _row(key: Key) -> str:
         f"`{_leaf(key)}`",
         _type(key),
         f"`{key.default}`" if key.default != "required" else "required",
-        re.sub(r"docs/(\w+)\.md", r"[\1](\1.md)", key.description),
+        _LINKED.sub(r"[\1](\2.md)", key.description),
     )
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
