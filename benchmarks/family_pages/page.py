@@ -97,9 +97,8 @@ def layouts(configs: Sequence[ReadyConfig], rehearsals: Mapping[str, Rehearsed])
         figures = rehearsals[ready.name].figures
         sizes = [f"{size / GIB:.1f}" for size in (figures.state_bytes, figures.peak)]
         rows.append([*row, *sizes, f"{figures.seconds:.0f}"])
-    text = table(["config", "GPUs, servers", "layout", "states, GiB", "peak", "step, s"], rows)
-    notes = ["[What the figures are](../models.md#figures)."]
-    return f"{text}\n\n{filled(' '.join(notes))}"
+    states = "[states, GiB](../models.md#figures)"
+    return table(["config", "GPUs, servers", "layout", states, "peak", "step, s"], rows)
 
 
 def proven(facts: FamilyFacts) -> str:
@@ -117,8 +116,8 @@ def proven(facts: FamilyFacts) -> str:
     if not number:
         return filled(facts.proven)
     return filled(
-        f"[{number} layouts](../testing.md#parallel-layouts) of {_models(models)} agree with"
-        f" Transformers in float64; the worst gradient is off by {worst:.1e}. {facts.proven}"
+        f"[{number} layouts](../testing.md#parallel-layouts) of {_models(models)} agree with float64;"
+        f" the worst gradient is off by {worst:.1e}. {facts.proven}"
     )
 
 

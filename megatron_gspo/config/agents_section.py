@@ -15,12 +15,11 @@ class AgentsConfig:
     """Agents that call the policy through an endpoint beside the trainer (docs/agents.md)."""
 
     command: tuple[str, ...] = ()
-    """Program of a run and its arguments, with {prompt}, {task_file} and others
-    (docs/agents.md)."""
+    """Program of a run and its arguments (docs/agents.md)."""
     function: UserPath | None = None
-    """Import path of a Python function that is the agent."""
+    """Import path of the agent, a Python function."""
     external: bool = False
-    """Whether runners that connect by themselves play the runs (docs/agents.md)."""
+    """Let runners claim the runs (docs/agents.md)."""
     python: UserPath | None = None
     """Interpreter that runs `function`; null is the trainer's."""
     env: dict[str, str] = field(default_factory=dict)
@@ -41,13 +40,13 @@ class AgentsConfig:
     """Maximum tokens of a call's messages and reply; null is `data.max_prompt_length` +
     `rollout.max_response_length`."""
     max_run_tokens: Annotated[int, Ge(2)] | None = None
-    """Maximum tokens of all branches of a run; null is what a micro-batch holds."""
+    """Maximum tokens of a run's branches; null is what a micro-batch holds."""
     thinking: Literal["template", "keep"] = "template"
-    """Whether earlier reasoning leaves the prompt as the chat template says, or stays."""
+    """Drop earlier reasoning where the chat template does, or keep it."""
     renderer: str | None = None
     """Name in the package `renderers`, e.g. glm-4.5; null is the chat template."""
     listen: str = "127.0.0.1"
-    """Address of the endpoint; agents on other machines need another than the loopback."""
+    """Address of the endpoint, e.g. 0.0.0.0 for agents on other machines."""
 
     @property
     def is_on(self) -> bool:

@@ -34,19 +34,19 @@ class AlgorithmConfig(Objective):
     kl_reward_coef: Annotated[float, Ge(0)] = 0.0
     """Weight of the KL to the reference policy in the reward."""
     old_log_probs: Literal["recompute", "rollout"] = "recompute"
-    """Recompute old log-probs in the trainer, or take the rollout engine's."""
+    """Recompute old log-probs, or take the rollout engine's."""
     rollout_correction_preset: Literal[
         "none", "token_tis", "bounded_token_tis", "icepop", "k3_rejection_token_tis"
     ] = "none"
     """Published setting of `rollout_is*` and `rollout_rs*` (docs/algorithms.md)."""
     rollout_is: Literal["none", "token", "geometric"] = "none"
-    """Importance weights of old policy over rollout engine, per token or sequence."""
+    """Importance weights of old policy over rollout engine."""
     rollout_is_threshold: Annotated[float, Ge(1)] = 2.0
     """Maximum of these weights."""
     rollout_is_threshold_lower: Annotated[float, Ge(0), Le(1)] = 0.0
     """Minimum of these weights."""
     rollout_rs: Literal["none", "token", "geometric", "token_binary_kl", "sequence_k3"] = "none"
-    """Mask tokens or sequences where the engines differ too much (docs/algorithms.md)."""
+    """Mask what differs too much between the engines (docs/algorithms.md)."""
     rollout_rs_threshold: Annotated[float, Ge(1)] | None = None
     """Upper threshold; null is 2 with `token`; `geometric` needs one."""
     rollout_rs_threshold_lower: Annotated[float, Gt(0), Le(1)] | None = None
@@ -54,7 +54,7 @@ class AlgorithmConfig(Objective):
     rollout_rs_divergence: Annotated[float, Gt(0)] | None = None
     """Largest divergence of `token_binary_kl` and `sequence_k3`, in nats."""
     rollout_rs_denominator: Literal["kept", "all"] = "kept"
-    """Whether means divide by kept tokens and sequences, or by all."""
+    """Means divide by what is kept, or by all."""
     score_centering: Annotated[int, Ge(0)] = 0
     """Ids per token of score centering (docs/algorithms.md); 0 is off."""
     turn_discount: Annotated[float, Ge(0), Le(1)] | None = None
@@ -66,7 +66,7 @@ class AlgorithmConfig(Objective):
     truncated: Literal["keep", "mask", "penalize"] = "keep"
     """Responses at the length limit: keep, mask, or penalise as DAPO does."""
     overlong_buffer_len: Annotated[int, Ge(0)] = 0
-    """Last tokens over which the penalty of `penalize` grows."""
+    """Last tokens, over which the penalty grows."""
     overlong_penalty_factor: Annotated[float, Gt(0)] = 1.0
     """Penalty at the length limit."""
 

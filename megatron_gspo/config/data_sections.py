@@ -72,8 +72,8 @@ class DataConfig:
     """Prompts, their format and the verifier that scores responses."""
 
     prompts: UserPath | tuple[UserPath, ...] | None = None
-    """Training prompts: a file, folder, glob or saved data set, or several (docs/data.md); null
-    with `task`."""
+    """Training prompts: files, folders, globs or saved data sets (docs/data.md); null with `task`.
+    """
     task: TaskConfig | None = None
     """A generated reasoning-gym task in place of `prompts`."""
     sources: tuple[SourceConfig, ...] = ()
@@ -105,9 +105,9 @@ class DataConfig:
     keep_special_tokens: bool = True
     """Whether verifiers and environments see special tokens of responses."""
     verifier: UserPath | None = None
-    """exact_match, math_verify, reasoning_gym, code, judge, judge_ranking, reward_model
-    (docs/judges.md), or the import path of your own (docs/extending.md); null is exact_match, or
-    with `task` reasoning_gym."""
+    """Name of a verifier, or the import path of your own (docs/extending.md); null is exact_match,
+    or with `task` reasoning_gym.
+    """
     verifier_options: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of the verifier."""
     verifier_timeout: Annotated[float, Gt(0)] | None = 10.0

@@ -58,11 +58,11 @@ class DistillationConfig(TeacherServersConfig, Distillation):
     coef: Annotated[float, Gt(0)] = 1.0
     """Weight of the divergence from the teacher."""
     reward_coef: Annotated[float, Ge(0)] = 0.0
-    """Weight of the rewards' advantages beside it; 0 trains without them."""
+    """Weight of the rewards' advantages; 0 trains without them."""
     forward_weight: Annotated[float, Ge(0), Le(1)] = 0.0
-    """Share of the forward KL; the rest is the reverse KL."""
+    """Share of the forward KL; the rest is reverse."""
     top_k: Annotated[int, Ge(0)] | Literal["all"] = 0
-    """Most likely ids that are summed exactly, or all (docs/distillation.md)."""
+    """Ids that are summed exactly, or all (docs/distillation.md)."""
 
     @property
     def is_on(self) -> bool:

@@ -27,7 +27,7 @@ class LoRAConfig:
     experts: Literal["each", "shared"] = "each"
     """One adapter for each expert, or for all of a layer."""
     weight_updates: Literal["merged", "adapters"] = "merged"
-    """What servers get: merged weights, or adapters alone (docs/lora.md)."""
+    """Servers get merged weights, or adapters alone (docs/lora.md)."""
     adapter_path: UserPath | None = None
     """PEFT directory of adapters to start from."""
 

@@ -21,15 +21,15 @@ class ModelConfig:
     init: Literal["pretrained", "random"] = "pretrained"
     """Load the initial weights, or draw them from `seed`."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    """Type of parameters and activations. Log-probs are always float32."""
+    """Type of parameters and activations; log-probs are float32."""
     implementation: Literal["auto", "transformer_engine", "torch"] = "auto"
-    """Layers; `auto` is Transformer Engine's on a GPU if installed, else torch's."""
+    """Layers; `auto` is Transformer Engine's on a GPU if installed."""
     recompute_granularity: Literal["none", "selective", "full"] = "none"
-    """Recompute no activations, core attention (`selective`) or whole layers (`full`)."""
+    """Recompute nothing, core attention, or whole layers."""
     recompute_num_layers: Annotated[int, Ge(1)] | None = None
     """Layers per recomputed unit with `full`; null is 1."""
     expert_bias_update_rate: Annotated[float, Ge(0)] = 0.0
-    """Step of the routers' expert biases towards an even load; 0 freezes them."""
+    """Step of the routers' expert biases (docs/models.md); 0 freezes them."""
 
     @property
     def reads_files(self) -> bool:
@@ -46,7 +46,7 @@ class ParallelConfig:
     pipeline_model_parallel_size: Annotated[int, Ge(1)] = 1
     """Pipeline stages, PP."""
     virtual_pipeline_model_parallel_size: Annotated[int, Ge(2)] | None = None
-    """Interleaved model chunks per pipeline stage, VP; null is 1."""
+    """Model chunks per pipeline stage, VP; null is 1."""
     account_for_embedding_in_pipeline_split: bool = False
     """Count the embedding as a layer."""
     account_for_loss_in_pipeline_split: bool = False
@@ -56,13 +56,13 @@ class ParallelConfig:
     expert_model_parallel_size: Annotated[int, Ge(1)] = 1
     """Expert-parallel ranks, EP."""
     expert_tensor_parallel_size: Annotated[int, Ge(1)] | None = None
-    """Tensor-parallel ranks of each expert, ETP; null is 1."""
+    """Ranks of each expert, ETP; null is 1."""
     sequence_parallel: bool | None = None
-    """Split activations over tensor-parallel ranks; null is on if TP > 1."""
+    """Split activations over TP; null is on if TP > 1."""
     moe_token_dispatcher_type: Literal["alltoall", "allgather"] = "alltoall"
     """Collective that sends tokens to their experts."""
     backend: Literal["auto", "gloo", "nccl"] = "auto"
-    """Backend of collectives; `auto` is nccl on a GPU, else gloo."""
+    """Backend of collectives; `auto` is nccl on a GPU."""
     distributed_timeout_minutes: Annotated[float, Gt(0)] = 30.0
     """Timeout of collectives."""
     use_distributed_optimizer: bool = True

@@ -26,6 +26,9 @@ def help_text(model: type, usage: str) -> str:
     return "\n".join(lines)
 
 
+# `words (docs/page.md)` becomes a link; the words begin after the last point, colon or semicolon.
+_LINKED = re.compile(r"([\w`][^;:.()]*) \(docs/(\w+)\.md\)")
+
 _INTRO = """# Config reference
 
 This page lists every config key. `make docs` writes it from the fields in `megatron_gspo/config/`.
@@ -33,7 +36,7 @@ This page lists every config key. `make docs` writes it from the fields in `mega
 A config is one YAML file. `key.sub=value` on the command line overrides it; the value is YAML (`'[1, 4]'` is a list).
 Unknown keys, wrong types (`"8"` is not `8`) and contradictions stop the run before any allocation. Paths are relative
 to the working directory; `~`, `$NAME` and `${NAME}` in them are expanded. A type is left out where the default shows
-it. `null` is allowed where it is the default. The `config.yaml` of a finished run is a config too.
+it, and where it is a string. `null` is allowed where it is the default. The `config.yaml` of a run is a config too.
 """
 
 
@@ -74,11 +77,12 @@ def _leaf(key: Key) -> str:
 
 
 def _type(key: Key) -> str:
-    """The type in the words of a table, without what the default shows."""
+    """The type in the words of a table, without what the default shows; none for a string."""
     text = key.type.replace("true or false", "boolean").replace("one of ", "")
     text = re.sub(r">= (\d+), <= (\d+)", r"\1 to \2", text)
-    if key.default in ("null", "by preset"):
-        return text.removesuffix(" or null")
+    if key.default in ("null", "by preset", "required"):
+        text = text.removesuffix(" or null")
+        return "" if text == "string" else text
     if key.default in ("true", "false"):
         return text.removeprefix("boolean").strip()
     if key.default[:1].isdigit():
@@ -97,6 +101,6 @@ def _row(key: Key) -> str:
         f"`{_leaf(key)}`",
         _type(key),
         f"`{key.default}`" if key.default != "required" else "required",
-        re.sub(r"docs/(\w+)\.md", r"[\1](\1.md)", key.description),
+        _LINKED.sub(r"[\1](\2.md)", key.description),
     )
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"

@@ -22,7 +22,7 @@ class SamplingParams:
     """
 
     n_samples_per_prompt: Annotated[int, Ge(1)] = 8
-    """Responses per prompt: the group of the advantages."""
+    """Responses per prompt, a group."""
     max_response_length: Annotated[int, Ge(1)] = 1024
     """Maximum response length in tokens, end token included."""
     temperature: Annotated[float, Ge(0)] = 1.0
@@ -34,8 +34,9 @@ class SamplingParams:
     min_p: Annotated[float, Ge(0), Lt(1)] = 0.0
     """Sample from tokens with at least this share of the largest probability; 0 is off."""
     max_support: Annotated[int, Ge(0)] = 0
-    """Most ids that `top_p`, `top_k` and `min_p` may leave at a token; training with 0 refuses them
-    (docs/algorithms.md)."""
+    """Most ids that `top_p`, `top_k` and `min_p` may leave; training with 0 refuses them
+    (docs/algorithms.md).
+    """
 
     def __post_init__(self) -> None:
         if self.n_samples_per_prompt < 1:
@@ -88,13 +89,13 @@ class RolloutConfig(SamplingParams):
     max_batch_size: Annotated[int, Ge(1)] = 256
     """Sequences that a rank's embedded engine decodes at once."""
     max_staleness: Annotated[int, Ge(0)] = 0
-    """Maximum weight updates between a token's sampling and training."""
+    """Maximum weight updates between sampling and training."""
     overlap: bool = False
     """Generate while training, up to `max_staleness` steps ahead."""
     oversampling: Annotated[float, Ge(1)] = 1.0
     """Groups started per group that a step needs (docs/sglang.md)."""
     offload_trainer: bool | None = None
-    """Keep the trainer in host memory during generation; null is on with `colocated` servers."""
+    """Keep the trainer in host memory during generation; null: with `colocated` servers."""
     environment: UserPath | None = None
     """Import path of an environment (docs/agents.md), in place of the verifier."""
     environment_options: dict[str, Any] = field(default_factory=dict)
@@ -124,22 +125,21 @@ class RoutingConfig:
     """Routing replay and the metrics of a mixture of experts."""
 
     replay: Literal["none", "r2", "r3"] = "none"
-    """Experts in training: the live router's, the old policy's (`r2`) or the rollout engine's
-    (`r3`)."""
+    """Experts in training: the live router's, the old policy's, or the rollout engine's."""
     replay_old_log_probs: bool = True
     """With r3, replay in the pass for old log-probs too."""
     missing_routes: Literal["error", "live"] = "error"
     """With r3, tokens without a route: stop, or use the live router."""
     storage: Literal["device", "host"] = "device"
-    """Memory of recorded routes: the GPU's, or pinned host memory."""
+    """Memory of recorded routes: GPU or pinned host memory."""
     metrics: bool = True
-    """Log expert flips, router entropy and expert load (routing/*)."""
+    """Log routing/* (docs/metrics.md)."""
     metric_sequences: Annotated[int, Ge(1)] = 8
     """Sequences per rollout batch whose expert flips are measured without replay."""
     compare_rollout: bool = False
     """Request the rollout engine's routes, for routing/rollout_flip_rate."""
     perturbation: UserPath | None = None
-    """Import path of a function that changes the chosen experts (docs/extending.md)."""
+    """Import path of your perturbation (docs/extending.md)."""
     perturbation_options: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of `perturbation`."""
 

@@ -73,12 +73,11 @@ class ServerConfig:
     log_prob_check_interval: Annotated[int, Ge(0)] = 0
     """Updates between further comparisons; 0 is off."""
     log_prob_check_tolerance: Annotated[float, Gt(0)] = 0.5
-    """Largest difference of a token's log-probs in these, in nats."""
+    """Largest difference of a token's log-probs, in nats."""
     log_prob_check_action: Literal["warn", "stop"] = "stop"
     """Action beyond that tolerance."""
     colocated: bool = False
-    """The servers share the trainer's GPUs; `urls` need --enable-memory-saver (SGLang) or
-    --enable-sleep-mode (vLLM)."""
+    """The servers share the trainer's GPUs (docs/sglang.md)."""
 
     @property
     def is_set(self) -> bool:

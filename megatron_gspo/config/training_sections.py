@@ -26,13 +26,14 @@ class TrainingConfig:
     micro_batch_size: Annotated[int, Ge(1)] | None = None
     """Sequences per micro-batch; null packs as many as fit."""
     log_prob_memory_gib: Annotated[float, Gt(0)] | None = None
-    """GiB for logits in the log-prob head. Null computes tiles of 0.25, and keeps them where the
-    GPU has free memory (docs/gpu.md)."""
+    """GiB for logits in the log-prob head; null keeps them where the GPU has free memory
+    (docs/gpu.md).
+    """
 
     only: Literal["rollout", "train"] | None = None
-    """Half of the loop: generate and score, or train on `batches` (docs/profiling.md)."""
+    """Half of the loop: generate, or train on `batches` (docs/profiling.md)."""
     batches: UserPath | None = None
-    """Directory of scored rollout batches, which `only: train` reads; null writes none."""
+    """Directory of scored rollout batches; null writes none."""
 
     @property
     def log_prob_bytes(self) -> int | None:
@@ -47,7 +48,7 @@ class OptimizerConfig:
     lr: Annotated[float, Gt(0)] = 1e-6
     """Peak learning rate."""
     min_lr: Annotated[float, Ge(0)] = 0.0
-    """Learning rate at the end of the schedule."""
+    """Final learning rate."""
     lr_decay_style: Literal["constant", "linear", "cosine"] = "constant"
     """Schedule after the warm-up."""
     lr_warmup_steps: Annotated[int, Ge(0)] = 0
@@ -63,7 +64,7 @@ class OptimizerConfig:
     clip_grad: Annotated[float, Ge(0)] = 1.0
     """Maximum gradient norm; 0 disables clipping."""
     function: UserPath | None = None
-    """Import path of a function that makes the optimizer (docs/extending.md); null is Adam."""
+    """Import path of your optimizer (docs/extending.md); null is Adam."""
     options: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of `function`."""
 
@@ -73,11 +74,11 @@ class CriticConfig(OptimizerConfig):
     """The value model of `algorithm.name: ppo`, which has an optimizer of its own."""
 
     path: UserPath | None = None
-    """Hugging Face directory of the initial weights; null is `model.path`."""
+    """Directory of the initial weights; null is `model.path`."""
     lr: Annotated[float, Gt(0)] = 1e-5
     """Peak learning rate."""
     value_clip: Annotated[float, Gt(0)] | None = 0.5
-    """Values that move further in a step get no gradient; null is no limit."""
+    """Values that move further get no gradient; null is no limit."""
     warmup_steps: Annotated[int, Ge(0)] = 0
     """First steps, which train the value model alone."""
 
@@ -91,7 +92,7 @@ class GuardConfig:
     action: Literal["off", "warn", "stop"] = "warn"
     """`warn` prints a line (docs/collapse.md); `stop` also saves and ends the run."""
     effective_sample_size: Annotated[float, Gt(0), Lt(1)] | None = None
-    """Lower values count. Null is 0.5, or none where the objective bounds the weights."""
+    """Lower values count; null is 0.5, or none where the objective bounds the weights."""
     mismatch_k3: Annotated[float, Gt(0)] = 0.1
     """Higher values of `mismatch/k3` count, in nats per token."""
     steps: Annotated[int, Ge(1)] = 3
@@ -137,11 +138,11 @@ class CheckpointConfig:
     keep: Annotated[int, Ge(1)] = 2
     """Newest checkpoints to keep."""
     async_save: bool = True
-    """Write in the background, from a copy in host memory."""
+    """Write in the background (docs/resume.md)."""
     resume: Literal["auto", "never"] = "auto"
     """Resume from the newest checkpoint, or refuse a used `run_dir`."""
     export_hf: bool = True
-    """Write the trained model as a Hugging Face directory."""
+    """Write the trained model to `run_dir`/hf."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,7 +172,7 @@ class TrackingConfig:
     )
     """Levels of single ranks, e.g. {3: debug}."""
     plot: bool = True
-    """Plot `run_dir`/curves.png at the end, if matplotlib is installed."""
+    """Plot `run_dir`/curves.png at the end."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -32,13 +32,13 @@ class Objective:
     """
 
     importance_sampling_level: ImportanceSamplingLevel
-    """What a ratio covers (docs/algorithms.md); `none` has no ratio."""
+    """What a ratio covers (docs/algorithms.md)."""
 
     loss_agg_mode: LossAggMode
     """How token losses are averaged (docs/algorithms.md)."""
 
     loss_scale_factor: float | None = None
-    """Divisor of `seq-mean-token-sum-norm` in tokens; usually the longest response."""
+    """Divisor of `seq-mean-token-sum-norm`, in tokens."""
 
     surrogate: str | Callable[..., Any] = "clip"
     """`clip`, `cispo`, `sapo`, `dppo_tv`, `dppo_kl`, `minirl` (docs/algorithms.md), or the import
@@ -110,7 +110,7 @@ class Objective:
     """Standard deviation that divides rewards, or advantages with `gae`."""
 
     advantage_baseline: AdvantageBaseline = "mean"
-    """Baseline of a reward: its group's mean, or that of the others."""
+    """Baseline: the group's mean, or that of the others."""
 
     allow_nonstandard: bool = False
     """Allow another algorithm than that of `name`, or the clip range of another level."""

@@ -9,7 +9,7 @@ from pydantic import TypeAdapter
 
 from megatron_gspo.config import Config, from_command_line
 from megatron_gspo.config.fields import keys
-from megatron_gspo.config.reference import markdown
+from megatron_gspo.config.reference import help_text, markdown
 
 
 def test_help_lists_every_key(capsys: pytest.CaptureFixture[str]) -> None:
@@ -46,3 +46,7 @@ def test_every_key_has_a_description() -> None:
 def test_reference_page_is_current() -> None:
     page = Path(__file__).parents[2] / "docs" / "config.md"
     assert page.read_text(encoding="utf-8") == markdown(Config), "run `make docs`"
+
+
+def test_every_page_that_a_description_names_is_a_link() -> None:
+    assert "(docs/" in help_text(Config, "") and "docs/" not in markdown(Config)
