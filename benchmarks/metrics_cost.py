@@ -29,7 +29,11 @@ PARTS = {
         "loop.optimizer_steps:_add_ratios",
         "loop.training_loop:quantiles_over_ranks",
     ],
-    "rollout mismatch": ["loop.log_probs:mismatch", "loop.optimizer_steps:largest_log_ratio"],
+    "rollout mismatch": [
+        "loop.log_probs:mismatch",
+        "loop.log_probs:_mean_of_trained",
+        "loop.optimizer_steps:largest_log_ratio",
+    ],
     "loss metrics": [
         "algorithms.policy_loss:ratio_metrics",
         "mcore.train_step:combined_shares",
@@ -38,7 +42,10 @@ PARTS = {
         "loop.optimizer_steps:packing_metrics",
     ],
     "routing": [
-        "mcore.routing_replay.micro_batch_routes:MicroBatchRoutes._measure",
+        "data.packing:_routes",
+        "mcore.routing_replay.micro_batch_routes:MicroBatchRoutes.begin_chunk",
+        "mcore.routing_replay.micro_batch_routes:MicroBatchRoutes.check_uses",
+        "mcore.routing_replay.pass_counts:PassCounts.add",
         "loop.routing:RoutingReplay.with_old_routes",
         "loop.routing:RoutingReplay.add_update",
         "loop.routing:RoutingReplay.measure_passes",

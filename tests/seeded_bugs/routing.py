@@ -8,16 +8,6 @@ from tests.seeded_bugs.seeded_bug import SeededBug
 
 ROUTING = (
     SeededBug(
-        name="routing metrics: tokens without a route are compared",
-        file="megatron_gspo/mcore/routing_replay/pass_counts.py",
-        before="joined([routes.known_weight for routes in batches])",
-        after="joined([routes.weight for routes in batches])",
-        test=(
-            "tests/mcore/routing_replay/test_gather_results.py"
-            "::test_stats_are_those_of_a_count_over_all_ranks[alone]"
-        ),
-    ),
-    SeededBug(
         name="first rank's routes on every rank under sequence parallelism",
         file="megatron_gspo/mcore/routing_replay/micro_batch_routes.py",
         before="given[self.rows]",

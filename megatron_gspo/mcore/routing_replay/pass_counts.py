@@ -146,7 +146,7 @@ def joined(tensors: Sequence[Tensor]) -> Tensor:
 def _stacked(by_layer: Sequence[Sequence[Tensor]]) -> Tensor:
     """``[layers, t, n]`` from ``[t_b, n]`` of each micro-batch b in each layer."""
     if len(by_layer) == 1:
-        return joined(by_layer[0])[None]
+        return joined(by_layer[0]).contiguous()[None]  # routes are strided by layer
     flat = torch.cat([tensor for of_layer in by_layer for tensor in of_layer])
     return flat.view(len(by_layer), -1, flat.shape[-1])
 
