@@ -5,7 +5,9 @@
 
 Needs `make demo`. Counted is the processor time of rank 0, all its threads, within the functions
 that compute, reduce and write metrics, over that of the whole step; the first two steps are left
-out. A busy machine makes both longer.
+out. Without replay, what packs and moves routes serves the metrics alone, and counts too; the
+entropy of the log-prob head does not: it is computed with the log-probs. A busy machine makes all
+longer, and a few operations on cold caches more than others.
 """
 
 from __future__ import annotations

@@ -17,8 +17,8 @@ from torch import Tensor
 from megatron_gspo.data.columns import Columns, ranges
 from megatron_gspo.data.training_batch import TrainingBatch
 from megatron_gspo.mcore.process_groups import compute_device
-from megatron_gspo.mcore.routing_replay.micro_batch_routes import MicroBatchRoutes, ReplayOptions
-from megatron_gspo.mcore.routing_replay.pass_counts import PassCounts, joined
+from megatron_gspo.mcore.routing_replay.micro_batch_routes import MicroBatchRoutes
+from megatron_gspo.mcore.routing_replay.pass_counts import CountedOptions, PassCounts, joined
 from megatron_gspo.parallel.context_parallel import zigzag_indices
 from megatron_gspo.routing_replay.statistics import RoutingStats
 
@@ -181,7 +181,7 @@ def routing_stats(passes: Sequence[PassCounts]) -> list[RoutingStats]:
 
 
 def _stats(
-    options: ReplayOptions, flips: Tensor, entropy: Tensor, load: Tensor, totals: Tensor
+    options: CountedOptions, flips: Tensor, entropy: Tensor, load: Tensor, totals: Tensor
 ) -> RoutingStats:
     compared, flipped, trained = totals.tolist()
     shape = options.shape

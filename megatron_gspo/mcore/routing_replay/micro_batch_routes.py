@@ -164,7 +164,8 @@ class MicroBatchRoutes:
                 routes = balanced_routes(positions.numpy(), self.options.shape)
                 wanted["padding"] = ~shard.is_fed[self.rows]
                 wanted["balanced"] = torch.from_numpy(routes[:, 0].copy())
-        if given is not None:
+        reads_given = self.options.replay or self.compare
+        if given is not None and reads_given:
             first = self.options.shape.held_layers.index(layers[0])
             wanted["given"] = given[self.rows][:, first : first + len(layers)]
         moved = self._to_device(wanted)
@@ -177,7 +178,7 @@ class MicroBatchRoutes:
         self.padding = moved.get("padding", self.padding)
         self.balanced = moved.get("balanced", self.balanced)
         self.layers += layers
-        if given is not None:
+        if given is not None and reads_given:
             self.given.update(zip(layers, moved["given"].unbind(1), strict=True))
 
     @cached_property

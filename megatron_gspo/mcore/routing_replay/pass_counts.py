@@ -4,20 +4,15 @@ once: a few tokens cost as much as many."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from megatron_gspo.mcore.device_copies import copy_to_host
 from megatron_gspo.mcore.process_groups import compute_device
+from megatron_gspo.routing_replay.routes import RouteShape
 from megatron_gspo.routing_replay.statistics import expert_load, expert_overlap, router_entropy
-
-if TYPE_CHECKING:
-    from megatron_gspo.mcore.routing_replay.micro_batch_routes import (
-        MicroBatchRoutes,
-        ReplayOptions,
-    )
 
 # Scores, at most about, of the choices that are measured together.
 _TOGETHER = 1 << 20
@@ -37,7 +32,39 @@ class LiveChoice(NamedTuple):
     """Scores to the router's distribution over all experts."""
 
 
-Run = tuple["MicroBatchRoutes", list[LiveChoice]]
+class CountedOptions(Protocol):
+    """What is counted, of ``ReplayOptions``."""
+
+    @property
+    def shape(self) -> RouteShape: ...
+    @property
+    def record(self) -> bool: ...
+    @property
+    def compare(self) -> bool: ...
+    @property
+    def neighbours(self) -> bool: ...
+    @property
+    def entropy(self) -> bool: ...
+    @property
+    def storage(self) -> str: ...
+
+
+class CountedBatch(Protocol):
+    """What is read and written of ``MicroBatchRoutes``."""
+
+    is_counted: bool
+    compare: bool
+    weight: Tensor | None
+    given: dict[int, Tensor]
+    chosen: dict[int, Tensor]
+    flipped: Tensor | None
+    shared: Tensor | None
+
+    @property
+    def known_weight(self) -> Tensor: ...
+
+
+Run = tuple[CountedBatch, list[LiveChoice]]
 """Choices of a micro-batch in consecutive layers."""
 
 
@@ -51,7 +78,7 @@ class PassCounts:
     [3], compared tokens, flipped ones, trained tokens.
     """
 
-    def __init__(self, options: ReplayOptions) -> None:
+    def __init__(self, options: CountedOptions) -> None:
         self.options = options
         shape = options.shape
         has_load = options.entropy and options.record
@@ -64,10 +91,10 @@ class PassCounts:
         self.numbers = torch.zeros(sum(self.sizes), dtype=torch.float64, device=compute_device())
         self.flips, self.entropy, load, self.totals = self.numbers.split(self.sizes)
         self.load = load.view(-1, shape.num_experts)
-        self._waiting: list[tuple[MicroBatchRoutes, LiveChoice]] = []
+        self._waiting: list[tuple[CountedBatch, LiveChoice]] = []
         self._waiting_scores = 0
 
-    def add(self, routes: MicroBatchRoutes, choice: LiveChoice) -> None:
+    def add(self, routes: CountedBatch, choice: LiveChoice) -> None:
         """Record and count a live choice, without a device synchronization."""
         self._waiting.append((routes, choice))
         self._waiting_scores += len(choice.ids) * self.options.shape.num_experts
@@ -117,7 +144,7 @@ class PassCounts:
                 self.load[layers] += expert_load(ids, weight, options.shape.num_experts)
 
     def _compare(
-        self, layers: slice, batches: Sequence[MicroBatchRoutes], ids: Tensor, sizes: list[int]
+        self, layers: slice, batches: Sequence[CountedBatch], ids: Tensor, sizes: list[int]
     ) -> None:
         """Compare ids [layers, t of all micro-batches, k] with the given routes."""
         numbers = range(layers.start, layers.stop)
@@ -151,10 +178,10 @@ def _stacked(by_layer: Sequence[Sequence[Tensor]]) -> Tensor:
     return flat.view(len(by_layer), -1, flat.shape[-1])
 
 
-def _runs(choices: Sequence[tuple[MicroBatchRoutes, LiveChoice]]) -> list[Run]:
+def _runs(choices: Sequence[tuple[CountedBatch, LiveChoice]]) -> list[Run]:
     """Choices in the order of their layers, divided where a layer is not the one after."""
     runs: list[Run] = []
-    newest: dict[MicroBatchRoutes, list[LiveChoice]] = {}
+    newest: dict[CountedBatch, list[LiveChoice]] = {}
     for routes, choice in choices:
         run = newest.get(routes)
         if run is None or choice.layer != run[-1].layer + 1:
