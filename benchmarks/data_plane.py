@@ -569,12 +569,13 @@ class _Host:
         from megatron_gspo.loop.ratio_quantiles import quantiles_over_ranks
         from megatron_gspo.loop.sample_metrics import sample_metrics
 
-        for rows, packing in plan.updates:
-            mini_batch = batch.select(rows)
-            log_probs = self.scored(mini_batch, packing, ("old_log_probs",))
-            with self.phase("metrics"):
-                _add_ratios(self.ratios, mini_batch, log_probs)
+        mini_batches = [batch.select(rows) for rows, _ in plan.updates]
+        log_probs = [
+            self.scored(mini_batch, packing, ("old_log_probs",))
+            for mini_batch, (_, packing) in zip(mini_batches, plan.updates, strict=True)
+        ]
         with self.phase("metrics"):
+            _add_ratios(self.ratios, mini_batches, log_probs)
             quantiles_over_ranks(self.ratios, batch)
             sample_metrics(batch, version=3, supervised=False)
 

@@ -52,13 +52,13 @@ class RatioHistogram:
     @property
     def counts(self) -> Tensor:
         """[bins] int64, the log-ratios in each bin."""
-        self._count_waiting()
+        _count_waiting([self])
         return self._counts
 
     @property
     def extremes(self) -> Tensor:
         """[2] float64, the largest of -d and of d."""
-        self._count_waiting()
+        _count_waiting([self])
         return self._extremes
 
     def add(self, log_ratio: Tensor) -> None:
@@ -66,25 +66,34 @@ class RatioHistogram:
         self._waiting.append(log_ratio.detach().double().cpu())
         self._num_waiting += log_ratio.numel()
         if self._num_waiting >= _PIECE:
-            self._count_waiting()
-
-    def _count_waiting(self) -> None:
-        if not self._num_waiting:
-            return
-        d = torch.cat(self._waiting)
-        self._waiting = []
-        self._num_waiting = 0
-        for piece in d.split(_PIECE):  # whose temporaries stay in a core's cache
-            bins = _bins_of(piece.float())
-            # In place: a few log-ratios do not touch all bins.
-            self._counts.index_add_(0, bins, torch.ones_like(bins, dtype=torch.long))
-        smallest, largest = torch.aminmax(d)
-        self._extremes = torch.maximum(self._extremes, torch.stack([-smallest, largest]))
+            _count_waiting([self])
 
     def quantiles(self) -> dict[str, float]:
         """`QUANTILES` of this rank's ratios, linearly interpolated; {} where there are none."""
         [quantiles] = quantiles_of([self])
         return quantiles
+
+
+def _count_waiting(histograms: Sequence[RatioHistogram]) -> None:
+    """Count what waits in the histograms, all at once."""
+    histograms = [histogram for histogram in histograms if histogram._num_waiting]
+    if not histograms:
+        return
+    d = torch.cat([values for histogram in histograms for values in histogram._waiting])
+    # Pieces whose temporaries stay in a core's cache.
+    bins = torch.cat([_bins_of(piece.float()) for piece in d.split(_PIECE)])
+    ones = torch.ones_like(bins, dtype=torch.long)
+    sizes = [histogram._num_waiting for histogram in histograms]
+    for histogram, values, places in zip(
+        histograms, d.split(sizes), bins.split(sizes), strict=True
+    ):
+        # In place: a few log-ratios do not touch all bins.
+        histogram._counts.index_add_(0, places, ones[: len(places)])
+        smallest, largest = torch.aminmax(values)
+        found = torch.stack([-smallest, largest])
+        torch.maximum(histogram._extremes, found, out=histogram._extremes)
+        histogram._waiting = []
+        histogram._num_waiting = 0
 
 
 def quantiles_of(
@@ -99,6 +108,7 @@ def quantiles_of(
             ranks: three calls for all histograms, with 9 KB for each, first of the coarse bins and
             then of the bins in those that quantiles lie in.
     """
+    _count_waiting(histograms)
     by_coarse = [histogram.counts.view(_NUM_COARSE, _FINE_IN_COARSE) for histogram in histograms]
     counts = sum_ranks(torch.stack([bins.sum(1) for bins in by_coarse]))
     extremes = max_ranks(torch.stack([histogram.extremes for histogram in histograms]))

@@ -65,6 +65,11 @@ class Columns:
         return np.concatenate([[0], np.cumsum(self.lengths)])
 
     @cached_property
+    def first_tokens(self) -> dict[int, int]:
+        """Where the values of each sample begin in a column, by its position in the batch."""
+        return dict(zip(self.positions.tolist(), self.bounds.tolist(), strict=False))
+
+    @cached_property
     def sample_ids(self) -> np.ndarray:
         """[T] int64: which of the n samples each token is of, 0 .. n-1."""
         return np.repeat(np.arange(len(self)), self.lengths)
@@ -157,6 +162,14 @@ class Columns:
 
     def _rows(self, index: np.ndarray) -> Columns:
         return Columns(self.positions[index], self.starts[index], self.lengths[index], self.arrays)
+
+
+def joined_columns(selections: Sequence[Columns], *names: str) -> Columns:
+    """The columns of these names of some selections, one after the other; their samples are
+    numbered anew."""
+    lengths = np.concatenate([columns.lengths for columns in selections])
+    arrays = {name: np.concatenate([columns[name] for columns in selections]) for name in names}
+    return Columns.of(np.arange(len(lengths)), lengths, **arrays)
 
 
 def ranges(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:

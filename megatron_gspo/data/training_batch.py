@@ -179,7 +179,8 @@ class TrainingBatch(BatchTable):
             # Pages that nobody writes to take no memory.
             everything = np.zeros((self.inputs.num_tokens, *routes.shape[1:]), dtype=routes.dtype)
             missing = np.ones(self.inputs.num_tokens, dtype=np.bool_)
-            known = np.isin(self.inputs.positions, recorded.positions)
+            known = np.zeros(len(self.inputs), dtype=np.bool_)
+            known[np.searchsorted(self.inputs.positions, recorded.positions)] = True
             is_known = self.inputs.repeat(known)
             everything[is_known] = routes
             missing[is_known] = False

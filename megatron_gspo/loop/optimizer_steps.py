@@ -17,6 +17,7 @@ from megatron_gspo.algorithms import (
     reduction_of,
 )
 from megatron_gspo.config import Config
+from megatron_gspo.data.columns import joined_columns
 from megatron_gspo.data.training_batch import TrainingBatch
 from megatron_gspo.errors import RunError, first_line
 from megatron_gspo.loop.rollout_correction import mismatch
@@ -70,6 +71,7 @@ def run_optimizer_steps(
     steps.
     """
     results: list[StepResult] = []
+    mini_batches: list[TrainingBatch] = []
     update = Update({})
     skipped = 0
     clock = policy.config.timers
@@ -105,8 +107,7 @@ def run_optimizer_steps(
         elif not results and config.algorithm.has_ratio:
             largest = largest_log_ratio(mini_batch, result.log_probs)
             update.metrics["log_ratio/first_update"] = largest
-        if config.algorithm.has_ratio:
-            _add_ratios(ratios, mini_batch, result.log_probs)
+        mini_batches.append(mini_batch)
         update = Update(update.metrics, mini_batch, result.log_probs, routing.measured.flips)
         results.append(replace(result, routing=None))  # frees the mini-batch's routes
     metrics = {"updates": float(len(results)), "updates/skipped": float(skipped)}
@@ -114,6 +115,8 @@ def run_optimizer_steps(
         metrics["updates/repacked"] = plan.repacked
     if not results:
         return Update(metrics)
+    if config.algorithm.has_ratio:
+        _add_ratios(ratios, mini_batches, [result.log_probs for result in results])
     metrics |= update.metrics | averaged_metrics(finished_metrics(results, policy))
     metrics |= packing_metrics(policy, results)
     metrics |= clock.read_and_reset() if clock is not None else {}
@@ -156,7 +159,7 @@ def averaged_metrics(records: Sequence[dict[str, float]]) -> dict[str, float]:
         elif reduction is Reduction.MIN:
             combined[name] = float(np.min(values))
         else:
-            combined[name] = float(np.mean(values))
+            combined[name] = sum(values) / len(values)
     if "entropy" in combined:  # of the policies in between; "entropy" is the old policy's
         combined["entropy/updates"] = combined.pop("entropy")
     return combined
@@ -181,17 +184,18 @@ def packing_metrics(policy: Policy, results: Sequence[StepResult]) -> dict[str, 
 
 
 def _add_ratios(
-    ratios: dict[str, RatioHistogram], batch: TrainingBatch, log_probs: np.ndarray
+    ratios: dict[str, RatioHistogram],
+    mini_batches: Sequence[TrainingBatch],
+    log_probs: Sequence[np.ndarray],
 ) -> None:
-    """Add the ratios of this replica's responses in an update to ``ratio_token`` and
-    ``ratio_sequence``."""
-    if "ratio_token" not in ratios:
-        ratios.update(
-            {f"ratio_{level}": of_level for level, of_level in ratio_histograms().items()}
-        )
+    """Add the ratios of this replica's responses in the updates to ``ratio_token`` and
+    ``ratio_sequence``. All updates at once, since a few tokens cost as much as many."""
+    ratios.update({f"ratio_{level}": of_level for level, of_level in ratio_histograms().items()})
     histograms = {level: ratios[f"ratio_{level}"] for level in ("token", "sequence")}
-    responses = batch.responses.only("old_log_probs", "loss_mask")
-    for piece in responses.with_column("log_probs", log_probs).pieces():
+    responses = joined_columns(
+        [batch.responses for batch in mini_batches], "old_log_probs", "loss_mask"
+    )
+    for piece in responses.with_column("log_probs", np.concatenate(log_probs)).pieces():
         add_ratios(
             histograms,
             torch.from_numpy(piece["log_probs"]),

@@ -23,13 +23,13 @@ from megatron_gspo.data.training_batch import TrainingBatch
 from megatron_gspo.loop.route_agreement import check_route_agreement
 from megatron_gspo.loop.timers import Timers
 from megatron_gspo.mcore.routing_replay.gather_results import (
-    RoutingCounts,
     flips_of_replica,
     routes_of_replica,
     routing_counts,
     routing_stats,
 )
 from megatron_gspo.mcore.routing_replay.micro_batch_routes import MicroBatchRoutes, ReplayOptions
+from megatron_gspo.mcore.routing_replay.pass_counts import PassCounts
 from megatron_gspo.mcore.routing_replay.selections import (
     Query,
     SampledSelections,
@@ -84,8 +84,8 @@ class RoutingReplay:
     measured: StepRouting = field(default_factory=StepRouting)
     """What the step measured so far; statistics of its passes from `measure_passes` on."""
 
-    _of_old_policy: list[RoutingCounts] = field(default_factory=list)
-    _of_updates: list[RoutingCounts] = field(default_factory=list)
+    _of_old_policy: list[PassCounts] = field(default_factory=list)
+    _of_updates: list[PassCounts] = field(default_factory=list)
     _changed_selections: list[Tensor] = field(default_factory=list)
     _of_rollout: list[Tensor] = field(default_factory=list)
 
@@ -210,7 +210,7 @@ class RoutingReplay:
         self, batch: TrainingBatch, positions: Sequence[int], done: Sequence[MicroBatchRoutes]
     ) -> TrainingBatch:
         """The batch with recorded routes: of all samples at ``positions``, or some for metrics."""
-        scored = batch.select(positions)
+        scored = batch if len(positions) == len(batch) else batch.select(positions)
         wanted = (
             range(len(scored)) if self.config.replay == "r2" else self.metric_sequences(len(scored))
         )

@@ -57,11 +57,12 @@ def router_entropy(probabilities: Tensor) -> Tensor:
 
 
 def expert_load(chosen: Tensor, weight: Tensor, num_experts: int) -> Tensor:
-    """The weight that each expert got: float32 ``[layers, experts]`` from ids ``[T, layers,
+    """The weight that each expert got: float32 ``[layers, experts]`` from ids ``[layers, T,
     k]`` and weight ``[T]``.
     """
-    tokens, layers, k = chosen.shape
-    flat = chosen.long() + num_experts * torch.arange(layers, device=chosen.device)[:, None]
+    layers = len(chosen)
+    first = num_experts * torch.arange(layers, device=chosen.device)
+    flat = chosen.long() + first[:, None, None]
     load = torch.zeros(layers * num_experts, device=chosen.device)
-    load.index_add_(0, flat.reshape(-1), weight.float().repeat_interleave(layers * k))
+    load.index_add_(0, flat.view(-1), weight.float()[:, None].expand(chosen.shape).reshape(-1))
     return load.view(layers, num_experts)

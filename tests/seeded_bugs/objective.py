@@ -8,7 +8,7 @@ OBJECTIVE = (
     SeededBug(
         name="ratio quantiles: ratios that wait to be counted are left out",
         file="megatron_gspo/algorithms/ratio_histogram.py",
-        before="self._count_waiting()\n        return self._counts",
+        before="_count_waiting([self])\n        return self._counts",
         after="return self._counts",
         test=(
             "tests/algorithms/test_ratio_histogram.py"

@@ -74,21 +74,33 @@ def _formula(packet: OpOverloadPacket) -> Formula | None:
         return lambda values, args, kwargs, out: formula(values, *args)
     attention = _ATTENTION.get(name)
     if attention is not None:
-        names = [argument.name for argument in packet.default._schema.arguments]
+        names = _argument_names(packet)
         return lambda values, args, kwargs, out: attention(
             values, dict(zip(names, args, strict=False)) | dict(kwargs)
         )
     torch_formula = flop_registry.get(plain)
-    if torch_formula is not None:
-        share = 2 if "attention" in word else 1  # it is causal
-        return lambda values, args, kwargs, out: (
-            torch_formula(*args, **kwargs, out_val=out) // share
+    if torch_formula is not None and "attention" in word:
+        names = _argument_names(packet)
+        return lambda values, args, kwargs, out: _half_if_causal(
+            torch_formula(*args, **kwargs, out_val=out),
+            dict(zip(names, args, strict=False)) | dict(kwargs),
         )
+    if torch_formula is not None:
+        return lambda values, args, kwargs, out: torch_formula(*args, **kwargs, out_val=out)
     if _PRODUCTS.search(word):
         raise RehearsalError(
             f"the rehearsal has no formula for the floating-point operations of {name}"
         )
     return None
+
+
+def _argument_names(packet: OpOverloadPacket) -> list[str]:
+    return [argument.name for argument in packet.default._schema.arguments]
+
+
+def _half_if_causal(flops: int, given: Mapping[str, Any]) -> int:
+    """Of the products of all queries with all keys. Keys that a mask leaves out are computed."""
+    return flops // 2 if given.get("is_causal") else flops
 
 
 def _grouped_mm(values: KnownValues, a: Tensor, b: Tensor, *rest: object) -> int:

@@ -7,9 +7,7 @@ collective of the replica's ranks.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from itertools import islice
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -19,9 +17,10 @@ from torch import Tensor
 from megatron_gspo.data.columns import Columns, ranges
 from megatron_gspo.data.training_batch import TrainingBatch
 from megatron_gspo.mcore.process_groups import compute_device
-from megatron_gspo.mcore.routing_replay.micro_batch_routes import MicroBatchRoutes, ReplayOptions
+from megatron_gspo.mcore.routing_replay.micro_batch_routes import MicroBatchRoutes
+from megatron_gspo.mcore.routing_replay.pass_counts import CountedOptions, PassCounts, joined
 from megatron_gspo.parallel.context_parallel import zigzag_indices
-from megatron_gspo.routing_replay.statistics import RoutingStats, expert_load
+from megatron_gspo.routing_replay.statistics import RoutingStats
 
 _PART_BYTES = 64 << 20  # ids are exchanged in parts of this size, which bounds the device memory
 
@@ -125,16 +124,18 @@ def _row_indices(routes: MicroBatchRoutes, wanted: Columns) -> tuple[Tensor, Ten
     """
     layout = routes.layout
     cp = routes.groups.cp
-    starts = dict(zip(wanted.positions.tolist(), wanted.bounds.tolist(), strict=False))
-    targets = torch.full((int(layout.cu_seqlens[-1]),), -1)
+    starts = wanted.first_tokens
+    targets = np.full(int(layout.cu_seqlens[-1]), -1)
     for row in layout.rows:
         if row.sample in starts:
             first = starts[row.sample] + row.offset
             fed = row.length - 1
-            targets[row.start : row.start + fed] = torch.arange(first, first + fed)
-    local = targets[zigzag_indices(layout.cu_seqlens, cp.rank(), cp.size())][routes.rows]
-    rows = (local >= 0).nonzero().squeeze(1)
-    return local[rows], rows
+            targets[row.start : row.start + fed] = np.arange(first, first + fed)
+    if cp.size() > 1:
+        targets = targets[zigzag_indices(layout.cu_seqlens, cp.rank(), cp.size()).numpy()]
+    local = targets[routes.rows]
+    rows = np.flatnonzero(local >= 0)
+    return torch.from_numpy(local[rows]), torch.from_numpy(rows)
 
 
 def _sum_bytes(flat: Tensor, groups: Sequence[dist.ProcessGroup]) -> int:
@@ -151,80 +152,36 @@ def _sum_bytes(flat: Tensor, groups: Sequence[dist.ProcessGroup]) -> int:
     return flat.numel()
 
 
-@dataclass(frozen=True)
-class RoutingCounts:
-    """What this rank counted in a pass; the sums over all ranks are its statistics."""
-
-    options: ReplayOptions
-    flips: Tensor
-    """``[layers]`` float64, or empty without ``options.compare``."""
-
-    entropy: Tensor
-    """``[layers]`` float64, or empty without ``options.entropy``."""
-
-    load: Tensor
-    """``[layers * experts]`` float64, or empty where it isn't measured."""
-
-    totals: Tensor
-    """``[3]`` float64: compared tokens, flipped ones, trained tokens."""
-
-    @property
-    def parts(self) -> list[Tensor]:
-        return [self.flips, self.entropy, self.load, self.totals]
-
-
-def routing_counts(micro_batches: Sequence[MicroBatchRoutes]) -> RoutingCounts:
-    """Count what a pass measured. A collective of the pipeline."""
-    options = micro_batches[0].options
-    shape = options.shape
-    device = compute_device()
-    has_load = options.entropy and options.record
-    flips = torch.zeros(shape.layers * options.compare, dtype=torch.float64, device=device)
-    entropy = torch.zeros(shape.layers * options.entropy, dtype=torch.float64, device=device)
-    experts = shape.num_experts * has_load
-    load = torch.zeros(shape.layers, experts, dtype=torch.float64, device=device)
-    totals = torch.zeros(3, dtype=torch.float64, device=device)
-    counted = [routes for routes in micro_batches if routes.is_counted and routes.layers]
-    _add_by_layer(flips, [routes.flips for routes in counted])
-    _add_by_layer(entropy, [routes.entropy for routes in counted])
-    for routes in counted if has_load else ():
-        assert routes.weight is not None
-        chosen = torch.stack([routes.chosen[layer].to(device) for layer in routes.layers], dim=1)
-        load[routes.layers] += expert_load(chosen, routes.weight, shape.num_experts)
+def routing_counts(micro_batches: Sequence[MicroBatchRoutes]) -> PassCounts:
+    """What a pass counted. A collective of the pipeline."""
+    counts = micro_batches[0].counts
+    flipped = counts.options.compare and _flipped_tokens(micro_batches)
     # The other pipeline stages see the same tokens.
-    of_tokens = [routes for routes in counted if 0 in routes.layers]
+    of_tokens = [routes for routes in micro_batches if routes.is_counted and 0 in routes.layers]
     weights = [routes.weight for routes in of_tokens if routes.weight is not None]
     if weights:
-        totals[2] = torch.cat(weights).sum(dtype=torch.float64)
-        if options.compare:
-            known = [routes.known_weight for routes in of_tokens]
-            totals[0] = torch.cat(known).sum(dtype=torch.float64)
-    if options.compare:
-        totals[1] = _flipped_tokens(micro_batches)
-    return RoutingCounts(options, flips, entropy, load.view(-1), totals)
+        counts.totals[2] = joined(weights).sum(dtype=torch.float64)
+        if counts.options.compare:
+            known = joined([routes.known_weight for routes in of_tokens])
+            counts.totals[0] = known.sum(dtype=torch.float64)
+            counts.totals[1] = flipped
+    return counts
 
 
-def _add_by_layer(total: Tensor, of_batches: Sequence[Mapping[int, Tensor]]) -> None:
-    """Add a number [] of each layer to the total [layers], for all micro-batches at once."""
-    measured = [by_layer for by_layer in of_batches if by_layer]
-    if measured:
-        layers = list(measured[0])
-        numbers = torch.stack([by_layer[layer] for by_layer in measured for layer in layers])
-        total[layers] += numbers.view(len(measured), -1).sum(0, dtype=total.dtype)
-
-
-def routing_stats(passes: Sequence[RoutingCounts]) -> list[RoutingStats]:
+def routing_stats(passes: Sequence[PassCounts]) -> list[RoutingStats]:
     """The statistics of passes over the trained tokens of all ranks, on every rank; one collective
     of the world for all."""
-    parts = [part for counts in passes for part in counts.parts]
-    everything = torch.cat(parts)
+    everything = torch.cat([counts.numbers for counts in passes])
     dist.all_reduce(everything)
-    summed = iter(everything.cpu().split([len(part) for part in parts]))
-    return [_stats(counts.options, *islice(summed, 4)) for counts in passes]
+    of_passes = everything.cpu().split([len(counts.numbers) for counts in passes])
+    return [
+        _stats(counts.options, *numbers.split(counts.sizes))
+        for counts, numbers in zip(passes, of_passes, strict=True)
+    ]
 
 
 def _stats(
-    options: ReplayOptions, flips: Tensor, entropy: Tensor, load: Tensor, totals: Tensor
+    options: CountedOptions, flips: Tensor, entropy: Tensor, load: Tensor, totals: Tensor
 ) -> RoutingStats:
     compared, flipped, trained = totals.tolist()
     shape = options.shape
@@ -237,11 +194,10 @@ def _stats(
     )
 
 
-def _flipped_tokens(micro_batches: Sequence[MicroBatchRoutes]) -> Tensor | float:
-    """This rank's tokens that differ in at least one layer of any pipeline stage; counted by
-    the first stage.
-    """
-    flipped = torch.cat(
+def _flipped_tokens(micro_batches: Sequence[MicroBatchRoutes]) -> Tensor:
+    """The tokens of this rank's micro-batches that differ in at least one layer of any pipeline
+    stage, []."""
+    flipped = joined(
         [
             (
                 torch.zeros(
@@ -256,8 +212,4 @@ def _flipped_tokens(micro_batches: Sequence[MicroBatchRoutes]) -> Tensor | float
     pipeline = micro_batches[0].groups.pp
     if pipeline.size() > 1:
         dist.all_reduce(flipped, group=pipeline)
-    return (
-        (flipped > 0).sum().double()
-        if micro_batches[0].is_counted and pipeline.rank() == 0
-        else 0.0
-    )
+    return (flipped > 0).sum()

@@ -14,15 +14,16 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from megatron_gspo.data.packing import PackedBatch, PackLayout
 from megatron_gspo.errors import RunError
-from megatron_gspo.mcore.device_copies import copy_to_device, copy_to_host
+from megatron_gspo.mcore.device_copies import copy_to_device
 from megatron_gspo.mcore.process_groups import ProcessGroups, compute_device
+from megatron_gspo.mcore.routing_replay.pass_counts import LiveChoice, PassCounts
 from megatron_gspo.mcore.routing_replay.selections import (
     SampledSelections,
     names_of,
@@ -30,12 +31,8 @@ from megatron_gspo.mcore.routing_replay.selections import (
 )
 from megatron_gspo.routing_replay.perturbation import PerturbedPass, RoutedTokens
 from megatron_gspo.routing_replay.routes import RouteShape, balanced_routes
-from megatron_gspo.routing_replay.statistics import expert_overlap, router_entropy
 
 TopK = Callable[[Tensor], tuple[Tensor, Tensor]]
-
-# Scores, at most about, of the layers that are measured together: few tokens cost as much as many.
-_TOGETHER = 1 << 20
 
 
 class RoutingError(RunError):
@@ -76,19 +73,6 @@ class ReplayOptions:
         return self.replay or self.compare
 
 
-class _LiveChoice(NamedTuple):
-    """What a router has chosen, which is not measured yet."""
-
-    layer: int
-    ids: Tensor
-    """``[t, k]``"""
-
-    scores: Tensor
-    """``[t, experts]``"""
-
-    shares: Callable[[Tensor], Tensor]
-
-
 class MicroBatchRoutes:
     """The routes of one micro-batch on this rank. Rows are the ``t`` tokens that this rank's
     routers see.
@@ -101,8 +85,8 @@ class MicroBatchRoutes:
     ``[t]`` bool, rows of ``given`` that are unknown and left to the live router, or None. tokens:
     ``[t]`` for a perturbation, or None. padding, balanced: ``[t]`` bool, the rows that take the
     balanced routes ``[t, k]``, or None. compare: whether choices are compared, that is whether
-    the route of any trained token of the shard is known. chosen: by layer, recorded ids ``[t, k]``.
-    flips, entropy: by layer, sums over ``weight``. flipped: ``[t]`` int16, layers in which the
+    the route of any trained token of the shard is known. counts: of the pass. chosen: by layer,
+    recorded ids ``[t, k]``, complete after `check_uses`. flipped: ``[t]`` int16, layers in which the
     token's choice differs from ``given``. shared: ``[3, t]`` int16, experts that the token's
     choices share with ``given`` of its own row, the next and the previous one, summed over the
     layers. uses: how often (layer, with gradient) was routed. bytes_moved: by this rank between
@@ -116,8 +100,10 @@ class MicroBatchRoutes:
         groups: ProcessGroups,
         *,
         sequence_parallel: bool,
+        counts: PassCounts | None = None,
     ) -> None:
         self.options = options
+        self.counts = PassCounts(options) if counts is None else counts
         self.groups = groups
         self.layout = PackLayout(layout.cu_seqlens, layout.rows, layout.micro_batch)
         rank = groups.tp.rank() if sequence_parallel else 0
@@ -136,12 +122,8 @@ class MicroBatchRoutes:
         self.balanced: Tensor | None = None
         self.given: dict[int, Tensor] = {}
         self.chosen: dict[int, Tensor] = {}
-        self.flips: dict[int, Tensor] = {}
-        self.entropy: dict[int, Tensor] = {}
         self.flipped: Tensor | None = None
         self.shared: Tensor | None = None
-        self._unmeasured_layers = 0
-        self._unmeasured: list[_LiveChoice] = []
         self.uses: Counter[tuple[int, bool]] = Counter()
         self.bytes_moved = 0
         self.selections: SampledSelections | None = None
@@ -182,7 +164,8 @@ class MicroBatchRoutes:
                 routes = balanced_routes(positions.numpy(), self.options.shape)
                 wanted["padding"] = ~shard.is_fed[self.rows]
                 wanted["balanced"] = torch.from_numpy(routes[:, 0].copy())
-        if given is not None:
+        reads_given = self.options.replay or self.compare
+        if given is not None and reads_given:
             first = self.options.shape.held_layers.index(layers[0])
             wanted["given"] = given[self.rows][:, first : first + len(layers)]
         moved = self._to_device(wanted)
@@ -195,11 +178,10 @@ class MicroBatchRoutes:
         self.padding = moved.get("padding", self.padding)
         self.balanced = moved.get("balanced", self.balanced)
         self.layers += layers
-        self._unmeasured_layers += len(layers)
-        if given is not None:
+        if given is not None and reads_given:
             self.given.update(zip(layers, moved["given"].unbind(1), strict=True))
 
-    @property
+    @cached_property
     def known_weight(self) -> Tensor:
         """``weight`` where ``given`` is known, ``[t]``."""
         assert self.weight is not None
@@ -233,8 +215,9 @@ class MicroBatchRoutes:
             values, ids = top_k(choose)
             if choose is not weights:
                 values = weights.gather(1, ids)
-        if first and ids is not None:
-            self._measure(layer, scores, ids, shares)
+        if first and ids is not None and (options.record or self.compare or options.entropy):
+            kept_scores = scores.detach() if options.entropy else None
+            self.counts.add(self, LiveChoice(layer, ids, kept_scores, shares))
         if not options.replay:
             assert values is not None and ids is not None
             if self.padding is None or self.balanced is None:
@@ -266,47 +249,11 @@ class MicroBatchRoutes:
         choose = as_scores(chosen_by)
         return choose, choose if weighed_by is chosen_by else as_scores(weighed_by)
 
-    @torch.no_grad()
-    def _measure(
-        self, layer: int, scores: Tensor, ids: Tensor, shares: Callable[[Tensor], Tensor]
-    ) -> None:
-        """Record what the options select of a live choice, without a device synchronization."""
-        ids = ids.to(self.options.shape.torch_dtype)
-        self._unmeasured_layers -= 1
-        if self.options.record:
-            self.chosen[layer] = copy_to_host(ids) if self.options.storage == "host" else ids
-        if self.compare or self.options.entropy:
-            self._unmeasured.append(_LiveChoice(layer, ids, scores.detach(), shares))
-        size = sum(choice.scores.numel() for choice in self._unmeasured)
-        if self._unmeasured and (not self._unmeasured_layers or size > _TOGETHER):
-            self._measure_together(self._unmeasured)
-            self._unmeasured = []
-
-    def _measure_together(self, choices: Sequence[_LiveChoice]) -> None:
-        """Compare the choices of some layers with ``given``, and take their entropy."""
-        assert self.weight is not None
-        layers = [choice.layer for choice in choices]
-        if self.compare:
-            ids = torch.stack([choice.ids for choice in choices])  # [layers, t, k]
-            given = torch.stack([self.given[layer] for layer in layers])
-            k = ids.shape[-1]
-            different = k - expert_overlap(ids, given)
-            if self.options.neighbours:
-                rows = torch.stack([given, given.roll(-1, 1), given.roll(1, 1)])
-                shared = expert_overlap(ids, rows).sum(1, dtype=torch.int16)
-                self.shared = shared if self.shared is None else self.shared + shared
-            flips = (different.float() / k * self.known_weight).sum(1)
-            self.flips.update(zip(layers, flips.unbind(), strict=True))
-            flipped = (different > 0).sum(0, dtype=torch.int16)
-            self.flipped = flipped if self.flipped is None else self.flipped + flipped
-        if self.options.entropy:
-            shares = torch.stack([choice.shares(choice.scores) for choice in choices])
-            entropy = (router_entropy(shares) * self.weight).sum(1)
-            self.entropy.update(zip(layers, entropy.unbind(), strict=True))
-
     def check_uses(self, *, forward_only: bool) -> None:
         """Raise ``RoutingError`` unless every layer took its routes exactly once: in a training
-        pass with a gradient (and again without, where activations are recomputed), else without."""
+        pass with a gradient (and again without, where activations are recomputed), else without.
+        To be called of every micro-batch when the pass has ended; then all choices are counted."""
+        self.counts.count_waiting()
         for layer in self.layers:
             without = self.uses[layer, False]
             with_gradient = self.uses[layer, True]
@@ -340,8 +287,11 @@ def routes_of_mini_batch(
     """A new ``MicroBatchRoutes`` for each micro-batch of this rank; None without options."""
     if options is None:
         return None
+    counts = PassCounts(options)
     return [
-        MicroBatchRoutes(options, layout, groups, sequence_parallel=sequence_parallel)
+        MicroBatchRoutes(
+            options, layout, groups, sequence_parallel=sequence_parallel, counts=counts
+        )
         for layout in layouts
     ]
 

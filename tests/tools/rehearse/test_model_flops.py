@@ -58,7 +58,7 @@ def head_padding(shape: Any, length: int) -> tuple[float, float]:
     """
     from megatron_gspo.models.flops import attended_pairs
 
-    if shape.latent is None:
+    if shape.latent is None or shape.indexer is not None:
         return 0.0, 0.0
     key = shape.latent.plain_dim + shape.rotary.dim
     value = shape.latent.value_dim
@@ -67,6 +67,32 @@ def head_padding(shape: Any, length: int) -> tuple[float, float]:
     products = 2 * shape.num_attention_heads * shape.num_layers * pairs
     forward = products * (2 * width - key - value)
     return forward, products * (3 * (width - key) + 2 * (width - value))
+
+
+def masked_products(shape: Any, length: int) -> tuple[float, float]:
+    """Forward and backward pass: what sparse attention computes on top of the pairs that it selects.
+
+    All queries of a block have the keys up to its last one computed, those that are not selected
+    under a mask; here a sequence is one block. Heads of keys and values are as wide as each other.
+    The indexer scores as many keys of the queries that have more than it selects. The backward pass
+    computes the attention again, and then the scores and four products.
+    """
+    from megatron_gspo.models.flops import attended_pairs
+
+    if shape.indexer is None:
+        return 0.0, 0.0
+    topk = shape.indexer.topk
+    key = shape.latent.plain_dim + shape.rotary.dim
+    value = shape.latent.value_dim
+    width = max(key, value)
+    products = 2 * shape.num_attention_heads * shape.num_layers
+    selected = float(attended_pairs(np.array([length]), topk)[0])
+    forward = products * (2 * width * length**2 - (key + value) * selected)
+    backward = products * (7 * width * length**2 - (3 * key + 2 * value) * selected)
+    causal = (length * (length + 1) - topk * (topk + 1)) / 2
+    scored = (length - topk) * length - causal
+    per_pair = shape.indexer.heads * (shape.indexer.head_dim + 1)
+    return forward + 2 * shape.num_layers * per_pair * scored, backward
 
 
 def bias_sums(shape: Any, length: int) -> float:
@@ -96,7 +122,9 @@ def assert_agrees(records: Sequence[RankRecord], shape: Any, config: Any) -> Non
     length = PROMPT + RESPONSE
     forward = forward_flops(shape, np.array([length]), np.array([RESPONSE]))
     samples = sum(records[0].micro_batches) / length
-    padding, padding_backward = head_padding(shape, length)
+    padding, padding_backward = np.add(
+        head_padding(shape, length), masked_products(shape, length)
+    ).tolist()
     assert counted(records, "old_log_probs") == samples * (float(forward.total[0]) + padding)
     trained = float(forward.training()[0])
     recompute = config.model.recompute_granularity
@@ -109,13 +137,15 @@ def assert_agrees(records: Sequence[RankRecord], shape: Any, config: Any) -> Non
 
 @on_fake_gpu
 def test_every_mixer_runs_the_operations_of_the_formula() -> None:
-    """Attention, windows with sinks, latent attention, delta nets with a shared expert, Mamba-2; what is
-    recomputed is told apart.
+    """Attention, windows with sinks, latent attention, sparse attention, delta nets with a shared
+    expert, Mamba-2; what is recomputed is told apart.
     """
     for family, recompute in (
         ("moe", "none"),
         ("gpt_oss", "selective"),
         ("deepseek", "full"),
+        ("deepseek_v32", "full"),
+        ("glm_dsa", "none"),
         ("next", "none"),
         ("next", "full"),
         ("nemotron", "none"),
