@@ -1,5 +1,5 @@
-"""Stands where a judge would be served, to try `judge` on a CPU: the score is the share of the
-answer's letters that the response has in their places.
+"""Stands where a judge would be served, to try `judge` and `judge_ranking` on a CPU: the score is the
+share of the answer's letters that the response has in their places.
 
 python examples/judge/stand_in.py          # port 8000; ends with Ctrl-C
 """
@@ -11,17 +11,26 @@ import re
 import sys
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-SECTIONS = re.compile(r"# Reference answer\n\n(.*)\n\n# Response\n\n(.*)", re.DOTALL)
+ANSWER = re.compile(r"# Reference answer\n\n(.*?)\n\n# Response", re.DOTALL)
+RESPONSE = re.compile(r"# Response(?: \d+)?\n\n(.*?)(?=\n\n# Response|\Z)", re.DOTALL)
 
 
-def verdict_of(text: str) -> dict[str, str | float]:
-    """The verdict on the default template's text."""
-    match = SECTIONS.search(text)
-    assert match is not None, "give prompts with answers, and no template"
-    answer, response = match.groups()
+def verdict_of(text: str) -> dict[str, str | float | list[int]]:
+    """The verdict on a default template's text, of one response or of several."""
+    answer = ANSWER.search(text)
+    assert answer is not None, "give prompts with answers, and no template"
+    scores = [share_of_letters(answer[1], response) for response in RESPONSE.findall(text)]
+    if len(scores) == 1:
+        return {"reason": "The share of right letters.", "score": scores[0]}
+    numbers = range(1, len(scores) + 1)
+    best_to_worst = sorted(numbers, key=lambda number: -scores[number - 1])
+    return {"reason": "By the share of right letters.", "best_to_worst": best_to_worst}
+
+
+def share_of_letters(answer: str, response: str) -> float:
+    """Of the longer one's, those that are equal in their places."""
     right = sum(a == b for a, b in zip(answer, response, strict=False))
-    score = right / max(len(answer), len(response))
-    return {"reason": f"{right} letters are right.", "score": score}
+    return right / max(len(answer), len(response))
 
 
 class ChatCompletions(BaseHTTPRequestHandler):

@@ -17,9 +17,10 @@ from megatron_gspo.loop.step_plan import StepPlan
 from megatron_gspo.mcore.policy import Policy
 from megatron_gspo.mcore.process_groups import ProcessGroups
 from megatron_gspo.mcore.train_step import TeacherScores, compute_teacher_scores
-from megatron_gspo.parallel.host_exchange import broadcast_array
+from megatron_gspo.parallel.host_exchange import broadcast_along
 from megatron_gspo.parallel.rank_zero import run_on_every_rank
 from megatron_gspo.rollout.server_engine.scoring_client import ScoringClient
+from megatron_gspo.rollout.top_codec import packed_top, unpacked_top
 
 
 class Teacher(Protocol):
@@ -70,11 +71,14 @@ class ServerTeacher:
 
     def score(self, batch: TrainingBatch, plan: MicroBatchPlan) -> TeacherScores:
         """See `Teacher.score`. Raises SharedEngineError where the servers do not score the batch."""
-        groups = self._groups
-        asks = batch.has_loss and groups.tp.rank() == 0 and groups.cp.rank() == 0
-        count = self._client.top_count
-        # Log-probs, those of the most likely ids, and these, which float32 holds up to 2^24.
-        scores = np.zeros((batch.responses.num_tokens, 1 + 2 * count), dtype=np.float32)
+        sharing = (self._groups.cp, self._groups.tp)
+        is_first = all(group.rank() == 0 for group in sharing)
+        num_tokens, top_count = batch.responses.num_tokens, self._client.top_count
+        scores = TeacherScores(
+            log_probs=np.zeros(num_tokens, dtype=np.float32),
+            top_ids=np.zeros((num_tokens, top_count), dtype=np.int32),
+            top_log_probs=np.zeros((num_tokens, top_count), dtype=np.float32),
+        )
 
         def ask() -> None:
             try:
@@ -82,35 +86,52 @@ class ServerTeacher:
             except EngineError as error:
                 raise SharedEngineError(str(error)) from error
 
-        run_on_every_rank(ask if asks else lambda: None)
-        if batch.has_loss:
-            for group in (groups.cp, groups.tp):
-                if group.size() > 1:
-                    scores = broadcast_array(scores, group, 0)
-        return TeacherScores(
-            log_probs=scores[:, 0].copy(),
-            top_log_probs=scores[:, 1 : 1 + count].copy(),
-            top_ids=scores[:, 1 + count :].astype(np.int32),
-        )
+        run_on_every_rank(ask if batch.has_loss and is_first else lambda: None)
+        if not batch.has_loss or all(group.size() == 1 for group in sharing):
+            return scores
+        sent = broadcast_along(packed_scores(scores) if is_first else None, sharing)
+        return scores if is_first else unpacked_scores(sent, num_tokens, top_count)
 
     def close(self) -> None:
         """See `Teacher.close`."""
         self._client.close()
 
-    def _fill(self, values: np.ndarray, batch: TrainingBatch) -> None:
+    def _fill(self, scores: TeacherScores, batch: TrainingBatch) -> None:
         rows = list(_rows(batch))
         sequences = [
             batch.inputs.of_sample("tokens", row.sample)[row.offset : row.offset + row.length]
             for row in rows
         ]
-        views = batch.responses.split(values)
+        log_probs = batch.responses.split(scores.log_probs)
+        top_ids = batch.responses.split(scores.top_ids)
+        top_log_probs = batch.responses.split(scores.top_log_probs)
         for row, scored in zip(rows, self._client.score(sequences), strict=True):
-            columns = [scored.log_probs[:, None]]
-            if scored.top_ids is not None and scored.top_log_probs is not None:
-                columns += [scored.top_log_probs, scored.top_ids.astype(np.float32)]
-            scores = np.concatenate(columns, axis=1)
             predicted = row.predicted(int(batch.table["prompt_length"][row.sample]))
-            views[row.sample][predicted.response] = scores[predicted.packed]
+            log_probs[row.sample][predicted.response] = scored.log_probs[predicted.packed]
+            if scored.top_ids is not None and scored.top_log_probs is not None:
+                top_ids[row.sample][predicted.response] = scored.top_ids[predicted.packed]
+                of_top = scored.top_log_probs[predicted.packed]
+                top_log_probs[row.sample][predicted.response] = of_top
+
+
+def packed_scores(scores: TeacherScores) -> np.ndarray:
+    """[bytes] uint8: 4 bytes of each token, and 6 or 8 of each most likely id with its log-prob
+    (`packed_top`)."""
+    first, second = packed_top(scores.top_ids.ravel(), scores.top_log_probs.ravel())
+    return np.concatenate([part.view(np.uint8) for part in (scores.log_probs, first, second)])
+
+
+def unpacked_scores(packed: np.ndarray, num_tokens: int, top_count: int) -> TeacherScores:
+    """The inverse of `packed_scores`, of arrays [num_tokens] and [num_tokens, top_count]."""
+    count = num_tokens * top_count
+    log_probs, first, second = np.split(packed, [4 * num_tokens, 4 * (num_tokens + count)])
+    half = np.dtype(np.uint32 if len(second) == 4 * count else np.uint16)
+    ids, top_log_probs = unpacked_top(first.view(np.uint32), second.view(half))
+    return TeacherScores(
+        log_probs=log_probs.view(np.float32).copy(),
+        top_ids=ids.reshape(num_tokens, top_count),
+        top_log_probs=top_log_probs.reshape(num_tokens, top_count),
+    )
 
 
 class Teachers:

@@ -114,6 +114,20 @@ def broadcast_bytes(
     return received.cpu().numpy()
 
 
+def broadcast_along(
+    payload: Bytes | np.ndarray | None, groups: Sequence[ProcessGroup]
+) -> np.ndarray:
+    """The payload of the first rank of a product of groups as a writable uint8 array, on each of
+    its ranks: along one group after the other.
+
+    The others pass None.
+    """
+    for i, group in enumerate(groups):
+        if all(group_rank(later) == 0 for later in groups[i + 1 :]):
+            payload = broadcast_bytes(payload, group)
+    return _as_array(payload)
+
+
 def broadcast_array(values: np.ndarray, group: ProcessGroup, source: int) -> np.ndarray:
     """The array of the group's rank `source`, on every rank.
 

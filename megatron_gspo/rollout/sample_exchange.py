@@ -20,7 +20,7 @@ from megatron_gspo.data.training_batch import TrainingBatch, TrainingBatchBuilde
 from megatron_gspo.errors import EngineError, UserError, first_line
 from megatron_gspo.parallel.collectives import group_rank, group_size
 from megatron_gspo.parallel.host_exchange import (
-    broadcast_bytes,
+    broadcast_along,
     exchange_bytes,
     gather_rows_of_ranks,
     sum_over_ranks,
@@ -29,6 +29,7 @@ from megatron_gspo.parallel.rank_zero import first_failure
 from megatron_gspo.rollout.engine_protocol import RolloutEngine
 from megatron_gspo.rollout.sample_checks import check_samples
 from megatron_gspo.rollout.sample_codec import decode_samples, encode_samples
+from megatron_gspo.rollout.top_codec import pair_bytes
 from megatron_gspo.routing_replay.routes import RouteShape
 
 # That a rank sends, or receives, in one round; a longer sample is a round of its own.
@@ -175,7 +176,7 @@ def move_samples(
     stays = (batch.table["holder"] == target) & alone
     rounds = np.full(len(batch), -1)
     rounds[~stays] = exchange_rounds(
-        _sizes(batch)[~stays], batch.table["holder"][~stays], target[~stays], BUCKET_BYTES
+        sample_bytes(batch)[~stays], batch.table["holder"][~stays], target[~stays], BUCKET_BYTES
     )
     stages = _layers_of_stages(routes if batch.table["has_routes"].any() else None, shared)
     stage = group_rank(shared[0]) if stages else 0
@@ -248,13 +249,13 @@ def _fits(used: Sequence[int], number: int, size: int, bucket: int) -> bool:
     return not round_bytes or round_bytes + size <= bucket
 
 
-def _sizes(batch: SampleBatch) -> np.ndarray:
-    """[N] int64: bytes of each sample, about, the same on every rank."""
+def sample_bytes(batch: SampleBatch) -> np.ndarray:
+    """[N] int64: what is sent of each sample, about, the same on every rank. A collective."""
     samples = batch.samples
     support = sum(s.support_ids.nbytes for s in samples if s.support_ids is not None)
     route_bytes, top_bytes, support_bytes = batch.max(
         _row_bytes([s.routed_experts for s in samples]),
-        1.5 * _row_bytes([s.rollout_top_ids for s in samples]),  # with their log-probs
+        max(map(_top_bytes, samples), default=0),
         support / max(sum(s.response_length for s in samples), 1),
     )
     token_bytes = _TOKEN_BYTES + route_bytes * batch.table["has_routes"]
@@ -262,6 +263,14 @@ def _sizes(batch: SampleBatch) -> np.ndarray:
         top_bytes + support_bytes
     )
     return sizes.astype(np.int64)
+
+
+def _top_bytes(sample: Sample) -> int:
+    """Of a token's most likely ids and their log-probs."""
+    ids, log_probs = sample.rollout_top_ids, sample.rollout_top_log_probs
+    if ids is None or log_probs is None:
+        return 0
+    return ids.shape[1] * pair_bytes(ids, log_probs)
 
 
 def _row_bytes(arrays: Sequence[np.ndarray | None]) -> int:
@@ -317,18 +326,11 @@ def _passed_on(
     shared: Sequence[dist.ProcessGroup],
     stages: Sequence[np.ndarray | None],
 ) -> np.ndarray:
-    """What a replica's first rank received, on all of its ranks: along one group after the
-    other.
-    """
-    for i, group in enumerate(shared):
-        if any(group_rank(later) != 0 for later in shared[i + 1 :]):
-            continue
-        if stages and i == 0:
-            payload = _to_stages(payload, group, stages)
-        else:
-            payload = broadcast_bytes(payload, group)
-    assert payload is not None
-    return payload
+    """What a replica's first rank received, on all of its ranks."""
+    pipeline, *within_stage = shared
+    if stages and all(group_rank(group) == 0 for group in within_stage):
+        payload = _to_stages(payload, pipeline, stages)
+    return broadcast_along(payload, within_stage)
 
 
 def _to_stages(

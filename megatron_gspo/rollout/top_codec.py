@@ -21,16 +21,19 @@ def packed_top(ids: np.ndarray, log_probs: np.ndarray) -> tuple[np.ndarray, np.n
     Where one of them has no code, both are [n] uint32, the bits of `ids` and `log_probs`. A zero
     loses its sign.
     """
-    bits = log_probs.view(np.uint32)
     is_zero = log_probs == 0
-    codes = bits - _FIRST  # what is before _FIRST wraps to a large number
-    codes[is_zero] = 0
-    if ids.max(initial=0) >= 1 << _ID_BITS or codes.max(initial=0) >= _ZERO:
-        return ids.view(np.uint32), bits
+    codes = _codes(log_probs, is_zero)
+    if not _fit(ids, codes):
+        return ids.view(np.uint32), log_probs.view(np.uint32)
     codes[is_zero] = _ZERO
     unsigned = ids.view(np.uint32)
     codes |= unsigned << _CODE_BITS
     return codes, (unsigned >> 2).astype(np.uint16)
+
+
+def pair_bytes(ids: np.ndarray, log_probs: np.ndarray) -> int:
+    """What each of these pairs takes in `packed_top`: 6, or 8 where one has no code."""
+    return 6 if _fit(ids, _codes(log_probs, log_probs == 0)) else 8
 
 
 def unpacked_top(first: np.ndarray, second: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -45,3 +48,15 @@ def unpacked_top(first: np.ndarray, second: np.ndarray) -> tuple[np.ndarray, np.
     ids <<= 2
     ids |= first >> _CODE_BITS
     return ids.view(np.int32), bits.view(np.float32)
+
+
+def _codes(log_probs: np.ndarray, is_zero: np.ndarray) -> np.ndarray:
+    """uint32, below _ZERO where there is one; 0 for zeros."""
+    codes = log_probs.view(np.uint32) - _FIRST  # what is before _FIRST wraps to a large number
+    codes[is_zero] = 0
+    return codes
+
+
+def _fit(ids: np.ndarray, codes: np.ndarray) -> bool:
+    """Whether all ids and codes have their bits."""
+    return bool(ids.max(initial=0) < 1 << _ID_BITS and codes.max(initial=0) < _ZERO)

@@ -15,7 +15,7 @@ from megatron_gspo.data.sample import Sample
 from megatron_gspo.data.training_batch import TrainingBatch
 from megatron_gspo.errors import SharedEngineError
 from megatron_gspo.loop.setup import check_teacher_length
-from megatron_gspo.loop.teachers import ServerTeacher
+from megatron_gspo.loop.teachers import ServerTeacher, packed_scores, unpacked_scores
 from megatron_gspo.mcore.train_step import TeacherScores
 from megatron_gspo.models import family_of, read_config
 from megatron_gspo.rollout.server_engine.scoring_client import ScoringClient
@@ -45,8 +45,8 @@ def client_of(path: str, *urls: str) -> ScoringClient:
     return ScoringClient(config, SGLangAPI(), ServedModel(shape, top_log_probs=TOP_K))
 
 
-def score(path: str, *urls: str, tensor: int = 1) -> TeacherScores:
-    teacher = ServerTeacher(client_of(path, *urls), groups_of(parallel(tensor=tensor)))
+def score(path: str, *urls: str, **layout: int) -> TeacherScores:
+    teacher = ServerTeacher(client_of(path, *urls), groups_of(parallel(**layout)))
     try:
         return teacher.score(TrainingBatch.of(samples()), None)
     finally:
@@ -54,7 +54,7 @@ def score(path: str, *urls: str, tensor: int = 1) -> TeacherScores:
 
 
 def scores_of_ranks(rank: int, world_size: int, path: str, url: str) -> TeacherScores:
-    return score(path, f"http://127.0.0.1:{free_port()}", url, tensor=world_size)
+    return score(path, f"http://127.0.0.1:{free_port()}", url, tensor=2, context=world_size // 2)
 
 
 def message_of_ranks(rank: int, world_size: int, path: str, url: str) -> str:
@@ -79,11 +79,38 @@ def test_every_rank_has_the_scores_although_a_server_is_down(tmp_path: Path) -> 
         expected = [response_log_probs(reference, sample)[0].numpy() for sample in samples()]
         top = [all_log_probs(reference, sample) for sample in samples()]
     with ModelServer(path) as server:
-        for scores in run_distributed(scores_of_ranks, 2, path, server.url):
+        for scores in run_distributed(scores_of_ranks, 4, path, server.url):
             assert scores.log_probs.dtype == np.float32
             np.testing.assert_allclose(scores.log_probs, np.concatenate(expected), atol=2e-5)
             check_top(scores, np.concatenate(top))
         assert server.scored == sum(sample.num_rows for sample in samples())
+
+
+@pytest.mark.parametrize(("largest", "pair_bytes"), [(2**18 - 1, 6), (2**24 + 1, 8)])
+def test_most_likely_ids_are_sent_in_6_bytes_with_their_log_probs(
+    largest: int, pair_bytes: int
+) -> None:
+    rng = np.random.default_rng(0)
+    scores = TeacherScores(
+        log_probs=-rng.exponential(4, 30).astype(np.float32),
+        top_ids=largest - np.arange(30 * TOP_K, dtype=np.int32).reshape(30, TOP_K),
+        top_log_probs=-rng.exponential(4, (30, TOP_K)).astype(np.float32),
+    )
+    sent = packed_scores(scores)
+    assert sent.nbytes == 30 * (4 + pair_bytes * TOP_K)
+    received = unpacked_scores(sent, 30, TOP_K)
+    for name in ("log_probs", "top_ids", "top_log_probs"):
+        np.testing.assert_array_equal(getattr(received, name), getattr(scores, name), strict=True)
+
+
+@pytest.mark.parametrize(("num_tokens", "top_count"), [(0, TOP_K), (3, 0)])
+def test_scores_without_tokens_or_ids_have_their_shapes(num_tokens: int, top_count: int) -> None:
+    log_probs = np.arange(num_tokens, dtype=np.float32)
+    ids = np.zeros((num_tokens, top_count), dtype=np.int32)
+    scores = TeacherScores(log_probs, ids, ids.astype(np.float32))
+    received = unpacked_scores(packed_scores(scores), num_tokens, top_count)
+    for name in ("log_probs", "top_ids", "top_log_probs"):
+        np.testing.assert_array_equal(getattr(received, name), getattr(scores, name), strict=True)
 
 
 def test_a_server_that_scores_other_tokens_is_found_on_every_rank(tmp_path: Path) -> None:

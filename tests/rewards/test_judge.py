@@ -12,7 +12,14 @@ import numpy as np
 import pytest
 from aiohttp import web
 
-from megatron_gspo.rewards.judge import filled, ranking_of, scores_of_ranking
+from examples.judge.stand_in import verdict_of
+from megatron_gspo.rewards.judge import (
+    RANKING_TEMPLATE,
+    SCORE_TEMPLATE,
+    filled,
+    ranking_of,
+    scores_of_ranking,
+)
 from megatron_gspo.rewards.judge_servers import JudgeError
 from megatron_gspo.rewards.scorer import RewardScorer, Scores
 from megatron_gspo.rewards.verifiers import VerifierError, load_verifier
@@ -382,3 +389,13 @@ def test_the_schema_of_a_ranking_bounds_its_numbers():
 
 def test_scores_of_a_ranking_by_hand():
     assert scores_of_ranking([3, 1, 2], ["x", "y", "z"]) == {"z": 1.0, "x": 0.5, "y": 0.0}
+
+
+def test_the_stand_in_reads_one_response_or_several():
+    prompt = make_prompt(answer="nus")
+    prompt.messages = [{"role": "user", "content": "sun backward?"}]
+    one = filled(SCORE_TEMPLATE, prompt, response="nub")
+    assert verdict_of(one)["score"] == pytest.approx(2 / 3)
+    shown = "# Response 1\n\nnub\n\n# Response 2\n\n\n\n# Response 3\n\nnus"
+    several = filled(RANKING_TEMPLATE, prompt, responses=shown)
+    assert verdict_of(several)["best_to_worst"] == [3, 1, 2]

@@ -16,11 +16,13 @@ from megatron_gspo.data.sample import Prompt, Sample
 from megatron_gspo.data.sample_batch import SampleBatch
 from megatron_gspo.loop.advantages import with_advantages
 from megatron_gspo.rollout import sample_exchange
+from megatron_gspo.rollout.sample_codec import encode_samples
 from megatron_gspo.rollout.sample_exchange import (
     exchange_rounds,
     generate_on_ranks,
     move_samples,
     replica_homes,
+    sample_bytes,
     split_prompts,
 )
 from megatron_gspo.routing_replay.routes import RouteShape
@@ -319,6 +321,27 @@ def test_a_pipeline_stage_holds_what_it_reads():
         routes_and_mask,
         routes_and_mask + tokens + 3 * floats + masks,
     ]
+
+
+@pytest.mark.parametrize("largest", [2**18 - 1, 2**18])
+def test_most_likely_ids_count_as_what_is_sent_of_them(largest):
+    """Where one id needs 8 bytes, all are sent in 8."""
+    ids = np.full((300, 64), 2, dtype=np.int32)
+    ids[-1, -1] = largest
+    sample = Sample(
+        0,
+        0,
+        np.arange(305),
+        5,
+        np.ones(300, dtype=bool),
+        np.zeros(300, dtype=np.float32),
+        "stop",
+        rollout_top_ids=ids,
+        rollout_top_log_probs=np.full((300, 64), -3.0, dtype=np.float32),
+    )
+    small = replace(sample, rollout_top_ids=np.zeros_like(ids))
+    counted = sample_bytes(SampleBatch.of([small, sample])).sum()
+    assert counted == pytest.approx(len(encode_samples([small, sample], [0, 1])), rel=0.05)
 
 
 @settings(deadline=None, max_examples=200)

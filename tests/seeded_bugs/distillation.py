@@ -32,8 +32,8 @@ DISTILLATION = (
     SeededBug(
         name="a server's scores one token late",
         file="megatron_gspo/loop/teachers.py",
-        before="= scores[predicted.packed]",
-        after="= np.roll(scores, 1)[predicted.packed]",
+        before="= scored.log_probs[predicted.packed]",
+        after="= np.roll(scored.log_probs, 1)[predicted.packed]",
         test=(
             "tests/loop/test_teachers.py::test_every_rank_has_the_scores_although_a_server_is_down"
         ),

@@ -8,9 +8,19 @@ ROLLOUTS = (
     SeededBug(
         name="a log-prob just above -256 is sent as 0",
         file="megatron_gspo/rollout/top_codec.py",
-        before="codes.max(initial=0) >= _ZERO",
-        after="codes.max(initial=0) > _ZERO",
+        before="codes.max(initial=0) < _ZERO",
+        after="codes.max(initial=0) <= _ZERO",
         test="tests/rollout/test_top_codec.py::test_what_has_a_code_takes_six_bytes",
+    ),
+    SeededBug(
+        name="most likely ids count 6 bytes where they are sent in 8",
+        file="megatron_gspo/rollout/sample_exchange.py",
+        before="ids.shape[1] * pair_bytes(ids, log_probs)",
+        after="ids.shape[1] * 6",
+        test=(
+            "tests/rollout/test_sample_exchange.py"
+            "::test_most_likely_ids_count_as_what_is_sent_of_them[262144]"
+        ),
     ),
     SeededBug(
         name="one token among the ids that could be drawn is enough",

@@ -2,41 +2,44 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
-import re
 import threading
+from collections.abc import Iterator
+from http.server import ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import Qwen3Config, Qwen3ForSequenceClassification
 
+from examples.judge.stand_in import ChatCompletions
+from megatron_gspo.config.load import read_file
 from tests.support.chat_tokenizer import chat_tokenizer
 from tests.support.judge_server import JudgeServer
 from tests.support.prompt_rows import write_jsonl
 from tests.support.training_runs import WORD, base_config, exported, launch, records, tiny_model
 
-
-def ranking(text: str, schema: dict[str, Any]) -> dict[str, Any]:
-    shown = re.findall(r"# Response (\d+)\n\n(.*?)(?=\n\n# Response|\Z)", text, re.DOTALL)
-    best = sorted(shown, key=lambda response: (-len(response[1]), response[1]))
-    return {"reason": "longer", "best_to_worst": [int(number) for number, _ in best]}
+EXAMPLES = Path(__file__).parents[2] / "examples" / "judge"
 
 
-def judge(server: JudgeServer, verifier: str, **options: Any) -> dict[str, Any]:
-    """The keys of a source, or of `data`."""
-    return {
-        "verifier": verifier,
-        "verifier_timeout": 35.0,
-        "verifier_options": {
-            "servers": [server.url],
-            "model": "m",
-            "instructions": "Longer is better.",
-            "request_timeout": 30.0,
-            **options,
-        },
-    }
+def verifier_of(example: str, **options: Any) -> dict[str, Any]:
+    """The verifier's keys of an example, with other options."""
+    data = read_file(EXAMPLES / example)["data"]
+    keys = {name: value for name, value in data.items() if name.startswith("verifier")}
+    return {**keys, "verifier_options": {**data["verifier_options"], **options}}
+
+
+@contextlib.contextmanager
+def stand_in() -> Iterator[str]:
+    """The URL of the examples' judge."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), ChatCompletions) as server:
+        threading.Thread(target=server.serve_forever).start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
 
 
 def save_reward_model(folder: Path) -> str:
@@ -68,20 +71,22 @@ def test_a_source_for_a_ranking_and_one_for_a_reward_model(tmp_path: Path):
         {"prompt": f"{WORD} {word}", "answer": word[::-1]} for word in ("sun", "sea", "sky", "dog")
     ]
     prompts = str(write_jsonl(tmp_path / "words.jsonl", rows))
-    reward_model = {
-        "verifier": "reward_model",
-        "verifier_options": {"path": save_reward_model(tmp_path / "reward")},
-    }
-    with JudgeServer(ranking) as server:
+    model = tiny_model(tmp_path / "model")
+    with stand_in() as url:
+        ranked = verifier_of("tiny_gspo.yaml", servers=[url]) | {"verifier": "judge_ranking"}
+        modelled = {
+            "verifier": "reward_model",
+            "verifier_options": {"path": save_reward_model(tmp_path / "reward")},
+        }
         config = base_config(
-            tiny_model(tmp_path / "model"),
+            model,
             tmp_path / "run",
             data={
                 "task": None,
                 "verifier": None,
                 "sources": [
-                    {"name": "ranked", "prompts": prompts, **judge(server, "judge_ranking")},
-                    {"name": "modelled", "prompts": prompts, **reward_model},
+                    {"name": "ranked", "prompts": prompts, **ranked},
+                    {"name": "modelled", "prompts": prompts, **modelled},
                 ],
             },
             training={"steps": 2},
@@ -96,8 +101,8 @@ def test_a_source_for_a_ranking_and_one_for_a_reward_model(tmp_path: Path):
         for sample in samples:
             if sample["source"] == "ranked":
                 groups.setdefault((step, sample["prompt_index"]), []).append(sample)
-        modelled = {sample["reward"] for sample in samples if sample["source"] == "modelled"}
-        assert len(modelled) > 1 and all(math.isfinite(reward) for reward in modelled)
+        rewards = {sample["reward"] for sample in samples if sample["source"] == "modelled"}
+        assert len(rewards) > 1 and all(map(math.isfinite, rewards))
     assert len(groups) == 4
     for group in groups.values():
         rewards = {sample["reward"] for sample in group}
@@ -114,7 +119,8 @@ def test_a_judge_that_dies_and_comes_back(tmp_path: Path):
     model = tiny_model(tmp_path / "model")
 
     def config(run: str, server: JudgeServer) -> dict[str, Any]:
-        options = judge(server, "judge", request_timeout=2.0) | {"verifier_timeout": 8.0}
+        options = verifier_of("tiny_gspo.yaml", servers=[server.url], request_timeout=2.0)
+        options["verifier_timeout"] = 8.0
         return base_config(
             model,
             tmp_path / run,
