@@ -121,12 +121,14 @@ def _without_unused_packages() -> Iterator[None]:
     """
     compile_function = torch.compile
     torch.compile = lambda function: function  # type: ignore[assignment]
-    sys.modules.setdefault("wandb", None)  # type: ignore[arg-type] # as in hide_gpu_libraries
+    hides_wandb = "wandb" not in sys.modules
+    if hides_wandb:
+        sys.modules["wandb"] = None  # type: ignore[assignment] # as in hide_gpu_libraries
     try:
         yield
     finally:
         torch.compile = compile_function
-        if sys.modules["wandb"] is None:
+        if hides_wandb:
             del sys.modules["wandb"]
 
 
