@@ -111,23 +111,36 @@ def _patch_torch() -> None:
 
 
 @contextlib.contextmanager
-def _without_compiler() -> Iterator[None]:
-    """Within the context ``torch.compile`` returns the function itself.
+def _without_unused_packages() -> Iterator[None]:
+    """Within the context ``torch.compile`` returns the function itself, and wandb looks as if it
+    were not installed.
 
-    Megatron decorates its fused GPU kernels with it, which imports the whole compiler: two seconds
-    of CPU time in each process, for functions that are not called on a CPU.
+    Megatron decorates its fused GPU kernels with the one, which imports the whole compiler, and
+    imports the other for its inference engine: two seconds of CPU time in each process, for what
+    is not called on a CPU.
     """
     compile_function = torch.compile
     torch.compile = lambda function: function  # type: ignore[assignment]
+    hides_wandb = "wandb" not in sys.modules
+    if hides_wandb:
+        sys.modules["wandb"] = None  # type: ignore[assignment] # as in hide_gpu_libraries
     try:
         yield
     finally:
         torch.compile = compile_function
+        if hides_wandb:
+            del sys.modules["wandb"]
+
+
+def import_megatron() -> None:
+    """Import Megatron without what only a GPU or its inference engine needs."""
+    with _without_unused_packages():
+        import megatron.core.tensor_parallel.random  # noqa: F401
 
 
 def _patch_megatron() -> None:
-    with _without_compiler():
-        import megatron.core.tensor_parallel.random as random
+    import_megatron()
+    import megatron.core.tensor_parallel.random as random
 
     replace(random, "_get_cuda_rng_state", lambda _: lambda *args, **kwargs: torch.get_rng_state())
     replace(

@@ -311,7 +311,7 @@ async def test_a_runner_that_makes_no_call_or_posts_no_reward(tmp_path: Path) ->
 @in_event_loop
 async def test_a_run_that_takes_too_long_is_ended(tmp_path: Path) -> None:
     """Its runner renews the lease for ever. A reward that it has posted counts."""
-    async with runners(tmp_path, run_timeout=3.0) as served:
+    async with runners(tmp_path, run_timeout=8.0) as served:
         samples = served.submit(request(0), request(1))
         tasks = [await served.claim(), await served.claim()]
         for task in tasks:
@@ -320,7 +320,7 @@ async def test_a_run_that_takes_too_long_is_ended(tmp_path: Path) -> None:
         while (await served.send(tasks[0], "renew"))[0] == 200:
             await asyncio.sleep(0.05)
         late, paid = await samples
-        assert late.metadata[FAILURE] == "timeout: the agent ran for 3 s without a reward"
+        assert late.metadata[FAILURE] == "timeout: the agent ran for 8 s without a reward"
         assert paid.reward == 0.5
 
 

@@ -40,10 +40,10 @@ def test_a_step_that_hangs_or_dies_costs_its_episode_alone(tmp_path):
     responses are played back.
     """
     log = tmp_path / "log"
-    pool = EnvironmentPool(COUNTDOWN, {"log": str(log)}, timeout=1.0)
+    pool = EnvironmentPool(COUNTDOWN, {"log": str(log)}, timeout=4.0)
     try:
         assert pool.step([request("a", sample=1)])[0].status == "ok"
-        assert pool.step([request("hang")]) == [Reply("timeout", message="no result after 1 s")]
+        assert pool.step([request("hang")]) == [Reply("timeout", message="no result after 4 s")]
         [reply] = pool.step([request("a", "b", sample=1)])
         assert reply.value["reward"] == 2.0
         [died] = pool.step([request("die", sample=2)])

@@ -1,6 +1,6 @@
 """`--every N` runs one in N of the layouts, spread over their list; `--last-cases` runs the last
-case of each other test of test_layouts.py, the largest, where otherwise all of them run. What
-`make test` names always runs.
+case of each other test of test_layouts.py, the largest, where otherwise all of them run. With
+`--part`, what `make test` names always runs.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from tests.conftest import IN_UNIT
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     every = config.getoption("--every")
+    always = IN_UNIT if config.getoption("--part") else ()
     here = Path(__file__).parent
     names = ("test_moe[", "test_dense[", "test_family[", "test_lora[")
     layouts = [item for item in items if here in item.path.parents and item.name.startswith(names)]
@@ -22,7 +23,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     left_out = {
         id(item)
         for index, item in enumerate(layouts)
-        if index % every != index // every % every and item.nodeid not in IN_UNIT
+        if index % every != index // every % every and item.nodeid not in always
     }
     if config.getoption("--last-cases"):
         file = here / "test_layouts.py"

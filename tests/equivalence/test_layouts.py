@@ -153,7 +153,7 @@ def test_overlapped_communication(models, arrangement):
     [
         Arrangement(moe=False),
         Arrangement(tensor=2, sequence_parallel=True, moe=False),
-        Arrangement(pipeline=2, moe=False),
+        Arrangement(tensor=2, pipeline=2, moe=False),
     ],
     ids=lambda a: a.name,
 )

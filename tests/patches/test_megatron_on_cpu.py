@@ -88,6 +88,7 @@ def test_literals_fail_without_the_patch_and_where_cuda_is_available_it_changes_
 @on_cpu
 @pytest.mark.parametrize("patched", [False, True])
 def test_transformer_engine_is_not_imported_without_a_gpu(tmp_path, patched):
+    """Nor, with the patch, what costs seconds and only a GPU or the inference engine needs."""
     (tmp_path / "transformer_engine.py").write_text(
         "raise OSError('libcuda.so.1: cannot open shared object file')"
     )
@@ -96,6 +97,7 @@ def test_transformer_engine_is_not_imported_without_a_gpu(tmp_path, patched):
         + "from megatron.core.optimizer import clip_grads as found"
     )
     code += "\nprint(found.multi_tensor_applier.__module__)"
+    code += "\nimport sys\nprint(*sys.modules.keys() & {'torch._inductor.compile_fx', 'wandb'})"
     environment = {**os.environ, "PYTHONPATH": str(tmp_path), "PYTHONWARNINGS": "ignore"}
     done = subprocess.run(
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True

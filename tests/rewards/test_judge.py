@@ -197,7 +197,7 @@ def test_a_request_that_is_refused_is_not_sent_again(status, words):
 
 def test_a_server_that_hangs_is_left_for_another():
     with JudgeServer(in_turn(None)) as hanging, JudgeServer(length_of_response) as server:
-        scores = scores_of([hanging.url, server.url], "a", "ab", request_timeout=0.2)
+        scores = scores_of([hanging.url, server.url], "a", "ab", request_timeout=2.0)
         assert hanging.asked.is_set()
     np.testing.assert_allclose(scores.rewards, [0.1, 0.2], rtol=1e-6)
 
@@ -207,11 +207,11 @@ def test_a_judge_that_hangs_on_half_of_the_responses_scores_the_others():
         return None if text.endswith("b") else length_of_response(text, schema)
 
     with JudgeServer(choose) as server:
-        scores = scores_of([server.url], "a", "b", "aa", "ab", request_timeout=1.0, attempts=1)
+        scores = scores_of([server.url], "a", "b", "aa", "ab", request_timeout=4.0, attempts=1)
     np.testing.assert_allclose(scores.rewards, [0.1, np.nan, 0.2, np.nan], rtol=1e-6)
     assert scores.messages[1] == (
         f"JudgeError: no answer after 1 attempt (server {server.url}/v1/chat/completions: no answer"
-        " within 1 s)"
+        " within 4 s)"
     )
 
 

@@ -62,7 +62,7 @@ async def handle(request: web.Request) -> web.StreamResponse:
     if path == "/latin":
         return web.Response(body=b'"\xff\xfe\xfd"', content_type="application/json")
     if path == "/slow":
-        await asyncio.sleep(1.0)
+        await asyncio.sleep(60.0)
         return web.json_response({})
     if path == "/bomb":
         return web.Response(
@@ -211,9 +211,9 @@ def test_what_is_no_json(loop, server, path):
 def test_the_deadline_is_of_the_whole_exchange(loop, server):
     for path in ("/slow", "/hang"):
         began = time.monotonic()
-        error = fails(loop, server.post(path, timeout=0.2))
-        assert time.monotonic() - began < 5.0
-        assert "no answer within 0.2 s" in str(error) and error.retry and error.sent
+        error = fails(loop, server.post(path, timeout=2.0))
+        assert time.monotonic() - began < 30.0
+        assert "no answer within 2 s" in str(error) and error.retry and error.sent
     # It answers at once and continues.
     error = fails(loop, server.get("/pour", timeout=0.2, max_bytes=2**40))
     assert "no answer within 0.2 s" in str(error)

@@ -44,6 +44,7 @@ def run(args: argparse.Namespace) -> None:
 
     torch.set_num_threads(1)
     from megatron_gspo.config import load_config
+    from megatron_gspo.patches.megatron_on_cpu import import_megatron
     from megatron_gspo.tools.rehearse.fake_device.cuda_api import fake_cuda
     from megatron_gspo.tools.rehearse.fake_gpu import FakeGpu
     from megatron_gspo.tools.rehearse.records import write_record
@@ -58,6 +59,7 @@ def run(args: argparse.Namespace) -> None:
             expert_parallel=config.parallel.expert_model_parallel_size, imbalance=args.imbalance
         )
         with fake_cuda(gpu.host):
+            import_megatron()
             from megatron_gspo.tools.rehearse.rehearse_rank import rehearse_rank
 
             write_record(rehearse_rank(config, args.rank, args.world, gpu), args.output)

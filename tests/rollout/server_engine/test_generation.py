@@ -113,15 +113,15 @@ def test_a_request_that_is_refused_is_not_repeated(server, code):
 
 
 def test_the_requests_of_a_response_have_a_deadline_together(server):
-    """Each may take a second; the last has what is left."""
+    """Each may take two seconds; the last has what is left."""
     server.gate = False
-    with Setup(server.url, retries=100, request_timeout=1.0, response_timeout=2.5) as setup:
+    with Setup(server.url, retries=100, request_timeout=2.0, response_timeout=5.0) as setup:
         setup.pool.servers[0].failed_requests = -100
         setup.stream.start(
             prompts(1), SamplingParams(n_samples_per_prompt=1, max_response_length=4), seed=1
         )
         with pytest.raises(
-            EngineError, match=r"^sample 0/0: given up after [23] tries in [23] s; .*no answer"
+            EngineError, match=r"^sample 0/0: given up after [23] tries in [5-7] s; .*no answer"
         ):
             setup.stream.take(1)
     assert 2 <= len(server.bodies) <= 3 and setup.client.counts["retries"] == len(server.bodies)
