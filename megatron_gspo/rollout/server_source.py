@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
+import torch
 import torch.distributed as dist
 
 from megatron_gspo.config import SamplingParams, ServerConfig
@@ -266,6 +267,9 @@ class ServerSource:
             self._client.follow(state)
 
     def _send_weights(self) -> None:
+        if self._memory_released and torch.cuda.is_initialized():
+            # A step's activations, which torch has kept: the servers are about to take theirs back.
+            torch.cuda.empty_cache()
         deadline = time.monotonic() + self._config.recovery_timeout
         self._reported = ""
         while not self._try_to_send(deadline):

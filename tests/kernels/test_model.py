@@ -1,13 +1,17 @@
-"""A model's gradients with the kernels are those of plain torch."""
+"""Models of 13 kinds with the kernels: log-probs and gradients are those of plain torch, which
+the layouts compare with float64.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
 import pytest
-import torch
+from torch import Tensor
 
 from megatron_gspo.algorithms import preset
 from megatron_gspo.data.training_batch import TrainingBatch
@@ -23,33 +27,78 @@ from tests.support.distributed import run_distributed
 from tests.support.parallel_groups import groups_of
 from tests.support.tiny_models import save_tiny_model
 
+UNIT = ("scaled_gated_unit", "scaled_gated_unit_backward")
+COPIES = ("copy_rows", "sum_rows")
+HEADS = ("rotated_heads",)
 OPERATORS = {
     embedding: ("add_embedding_gradient",),
-    gated_units: ("scaled_gated_unit", "scaled_gated_unit_backward"),
-    rotated_attention: ("rotated_heads",),
-    token_copies: ("copy_rows", "sum_rows"),
+    gated_units: UNIT,
+    rotated_attention: HEADS,
+    token_copies: COPIES,
     vocabulary_tiles: ("logit_gradient", "logit_statistics"),
 }
 
+# Of the layouts' models: a layer of each kind is enough here.
+ONE = dict(num_hidden_layers=1)
+TWO = dict(num_hidden_layers=2)  # the first has no experts
+DELTA = dict(num_hidden_layers=2, layer_types=["linear_attention", "full_attention"])
+FEWER: dict[str, dict[str, object]] = {
+    "moe": ONE,
+    "dense": ONE,
+    "shared": ONE,
+    "next": DELTA | dict(mlp_only_layers=[]),
+    "qwen35_moe": DELTA,
+    "deepseek": TWO,
+    "moonlight": TWO,
+    "kimi": TWO,
+    "glm": TWO,
+    "glm_lite": TWO,
+    "minimax": ONE,
+    "gpt_oss": ONE,
+    "nemotron": dict(num_hidden_layers=4, hybrid_override_pattern="ME*-"),
+}
+# What a family has in a form of its own: gates of attention, latents, norms over all heads, no
+# rotation, experts without a gate.
+WITHOUT: dict[str, tuple[str, ...]] = {
+    "dense": (*UNIT, *COPIES),
+    "next": HEADS,
+    "qwen35_moe": HEADS,
+    "nemotron": (*UNIT, *HEADS),
+    **dict.fromkeys(("deepseek", "moonlight", "kimi", "glm_lite", "minimax"), HEADS),
+}
+Layouts = Mapping[str, Mapping[str, int]]
+"""By family, the parallel sizes; all have as many ranks."""
+ALONE: Layouts = dict.fromkeys(FEWER, {})
+DIVIDED: Layouts = {
+    "moe": {"tensor": 2, "expert": 2},
+    "gpt_oss": {"tensor": 2, "expert": 2},
+    "deepseek": {"expert": 2},
+    "qwen35_moe": {"context": 2},
+}
+FEW_DIVIDED: Layouts = {name: DIVIDED[name] for name in ("moe", "gpt_oss")}
 
-def gradients(policy: Policy) -> dict[str, torch.Tensor]:
-    """Of one micro-batch."""
-    batch = TrainingBatch.of(make_samples(0, count=2))
+
+@dataclass(frozen=True)
+class Pass:
+    """Of one micro-batch. log_probs: of its tokens, in nats; gradients: by parameter."""
+
+    log_probs: list[Tensor]
+    gradients: dict[str, Tensor]
+
+
+def run_pass(policy: Policy) -> Pass:
+    batch = TrainingBatch.of(make_samples(0, count=3, vocab_size=policy.shape.vocab_size))
     batches = pack_mini_batch(policy, batch, micro_batches_of(64), optional=(), routing=None)
-    forward_backward(policy, preset("sft"), batches, temperature=1.0)
-    return {
-        name: parameter.main_grad.clone()
-        for name, parameter in unwrap(policy.chunks[0]).named_parameters()
-    }
+    outputs = forward_backward(policy, preset("sft"), batches, temperature=1.0)
+    parameters = unwrap(policy.chunks[0]).named_parameters()
+    return Pass(
+        [output["log_probs"].clone() for output in outputs],
+        {name: value.main_grad.clone() for name, value in parameters if value.requires_grad},
+    )
 
 
-def differences(
-    rank: int, world_size: int, path: str, sizes: dict[str, int]
-) -> tuple[dict[str, float], dict[str, int]]:
-    """Of the gradients, relative to the largest of each; and how often each operator was called."""
-    layout = parallel(**sizes)
-    policy = build_policy(model_config(path), layout, groups_of(layout), optimizer=adam(lr=1e-2))
-    expected = gradients(policy)
+def run_with_kernels(policy: Policy) -> tuple[Pass, set[str]]:
+    """And the operators that were not called."""
     calls = {}
     with ExitStack() as stack:
         for module, names in OPERATORS.items():
@@ -59,41 +108,61 @@ def differences(
             for name in names:
                 counted = mock.Mock(side_effect=getattr(module, name))
                 calls[name] = stack.enter_context(mock.patch.object(module, name, counted))
-        actual = gradients(policy)
-    errors = {
-        name: float((gradient - expected[name]).abs().max() / expected[name].abs().max())
-        for name, gradient in actual.items()
-        if expected[name].any()
-    }
-    return errors, {name: call.call_count for name, call in calls.items()}
+        result = run_pass(policy)
+    return result, {name for name, call in calls.items() if not call.called}
+
+
+def differences(
+    rank: int, world_size: int, paths: Mapping[str, str], layouts: Layouts
+) -> dict[str, tuple[float, dict[str, float], set[str]]]:
+    """For each family the largest of log-probs, those of gradients relative to the largest entry of
+    each, and the operators that were not called.
+    """
+    found = {}
+    for family, sizes in layouts.items():
+        layout = parallel(**sizes)
+        groups = groups_of(layout)
+        policy = build_policy(model_config(paths[family]), layout, groups, optimizer=adam(lr=1e-2))
+        expected = run_pass(policy)
+        actual, absent = run_with_kernels(policy)
+        pairs = zip(actual.log_probs, expected.log_probs, strict=True)
+        log_prob = max(float((ours - theirs).abs().max()) for ours, theirs in pairs)
+        of_gradients = {}
+        for name, gradient in expected.gradients.items():
+            largest = float(gradient.abs().max()) or 1.0
+            error = float((actual.gradients[name] - gradient).abs().max())
+            of_gradients[name] = error / largest
+        found[family] = log_prob, of_gradients, absent
+    return found
 
 
 @pytest.mark.parametrize(
-    "kind, sizes",
+    "layouts, ranks",
     [
-        ("moe", {}),
-        ("moe", {"tensor": 2, "expert": 2}),
-        ("shared", {}),
-        ("next", {}),
-        ("deepseek", {"expert": 2}),
-        ("gpt_oss", {"tensor": 2, "expert": 2}),
-        ("qwen35_moe", {"context": 2}),
-    ],
-    ids=[
-        "alone",
-        "divided",
-        "biases and no norms",
-        "gates",
-        "latent attention, divided",
-        "sinks and limits, divided",
-        "delta nets, divided",
+        pytest.param(ALONE, 1, id="alone"),
+        pytest.param(FEW_DIVIDED, 2, id="divided"),
+        pytest.param(DIVIDED, 2, id="all divided", marks=pytest.mark.slow),
     ],
 )
-def test_gradients(tmp_path: Any, kind: str, sizes: dict[str, int]) -> None:
-    """Latent attention and heads with gates are left out by the kernel."""
-    path = save_tiny_model(tmp_path / "model", **MODELS[kind])
-    results = run_distributed(differences, max([1, *sizes.values()]), path, sizes)
-    for errors, calls in results:
-        assert max(errors.values()) < 1e-5, errors
-        left_out = {"rotated_heads"} if kind in ("next", "deepseek", "qwen35_moe") else set()
-        assert {name for name, count in calls.items() if not count} == left_out
+def test_each_kind(tmp_path: Any, layouts: Layouts, ranks: int) -> None:
+    """In the same processes one after the other."""
+    paths = {
+        family: save_tiny_model(
+            tmp_path / family, **{"kind": family, **MODELS.get(family, {}), **FEWER[family]}
+        )
+        for family in layouts
+    }
+    wrong = []
+    for rank, found in enumerate(run_distributed(differences, ranks, paths, layouts, timeout=1500)):
+        for family, (log_prob, gradients, absent) in found.items():
+            where = f"{family}, rank {rank}"
+            if not log_prob < 1e-5:
+                wrong.append(f"{where}: a log-prob is off by {log_prob:.1e}")
+            wrong += [
+                f"{where}: {name} is off by {error:.1e}"
+                for name, error in gradients.items()
+                if not error < 1e-5
+            ]
+            if absent != set(WITHOUT.get(family, ())):
+                wrong.append(f"{where}: not called were {sorted(absent)}")
+    assert not wrong, "\n".join(wrong)

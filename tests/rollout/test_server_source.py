@@ -6,6 +6,8 @@ With servers that speak their protocol: `server_engine/test_rollout_client.py`.
 
 from __future__ import annotations
 
+from unittest import mock
+
 import numpy as np
 import pytest
 import torch
@@ -209,6 +211,12 @@ def test_a_resumed_run_has_the_same_shares():
 
 def colocated(rank: int, world: int) -> list[str]:
     servers = ScriptedServers(scripted_response)
+    gpu = dict(is_initialized=lambda: True, empty_cache=lambda: servers.calls.append("free"))
+    with mock.patch.multiple(torch.cuda, **gpu):
+        return _calls_when_colocated(servers)
+
+
+def _calls_when_colocated(servers: ScriptedServers) -> list[str]:
     source = server_source(servers, colocated=True)
     source.update_weights(collective_weights, version=1)
     source.pause(keep=False)
@@ -228,12 +236,13 @@ def colocated(rank: int, world: int) -> list[str]:
 
 def test_servers_on_the_trainers_gpus_release_their_memory_with_the_weights():
     update = ["pause", "interrupt"]
+    update_again = ["free", *update]  # what torch has kept of a step goes to the servers
     pause = ["release"]
-    again = [*update, *pause]
+    again = [*update_again, *pause]
     expected = [
         *update,
         *pause,
-        *update,
+        *update_again,
         "pause",
         "stop keep=True",
         *pause,
