@@ -8,7 +8,7 @@ rehearsed.
 
     python -m benchmarks.gpu_predicted            # for all of benchmarks/results/gpu, half a minute
     python -m benchmarks.gpu_predicted --classes  # also the time of each class of operations
-    python -m benchmarks.gpu_predicted --expert-parallel 8  # one more layer, its experts on 8 GPUs
+    python -m benchmarks.gpu_predicted --expert-parallel 8  # one more layer, and all, their experts on 8 GPUs
     python -m benchmarks.gpu_predicted --centred-by 32  # the head with score centering, and without
     python -m benchmarks.gpu_predicted --picture docs/images/step.svg  # the parts of a step
 """
@@ -93,10 +93,12 @@ def table(rows: Sequence[Sequence[str]]) -> str:
 
 def shared_layer(gpus: int, has_varlen: bool) -> str:
     """A layer whose experts so many GPUs share, on an H100: what two layers take beyond one, so that
-    neither the embedding nor the last norm is counted.
+    neither the embedding nor the last norm is counted. And a pass over all layers, forward and
+    backward without an optimizer, with the head.
     """
-    from benchmarks.gpu import REAL
+    from benchmarks.gpu import MODEL, REAL, head_flops, layer_flops
     from megatron_gspo.gpus import GPUS
+    from megatron_gspo.models import family_of, read_config
     from megatron_gspo.tools.rehearse.op_cost import PRODUCT_CLASSES
     from megatron_gspo.tools.rehearse.op_times import (
         LINK_EFFICIENCY,
@@ -108,24 +110,40 @@ def shared_layer(gpus: int, has_varlen: bool) -> str:
 
     gpu = GPUS["h100"]
 
-    def totals(layers: int) -> tuple[OpTime, float, float]:
-        """Outside of products and attention; seconds of all; seconds of collectives."""
-        sizes = replace(REAL, model={"num_hidden_layers": layers}, expert_parallel=gpus)
-        rows = rehearsed_rows(sizes, has_varlen)["layer"]
-        times = times_by(rows.ops, rates_of(gpu), lambda op: op.op_class)
-        outside = [time for name, time in times.items() if name not in PRODUCT_CLASSES]
-        return (
-            sum(outside, OpTime()),
-            sum(time.seconds for time in times.values()),
-            sum(collective_seconds(call, 0, gpu, LINK_EFFICIENCY) for call in rows.collectives),
-        )
+    def seconds(row: Rehearsed) -> float:
+        return sum(time.seconds for time in times_by(row.ops, rates_of(gpu), str).values())
 
-    shallow, shallow_seconds, shallow_exchange = totals(1)
-    deep, deep_seconds, deep_exchange = totals(2)
+    def exchange_seconds(row: Rehearsed) -> float:
+        return sum(collective_seconds(call, 0, gpu, LINK_EFFICIENCY) for call in row.collectives)
+
+    def outside_of_products(row: Rehearsed) -> OpTime:
+        times = times_by(row.ops, rates_of(gpu), lambda op: op.op_class)
+        outside = [time for name, time in times.items() if name not in PRODUCT_CLASSES]
+        return sum(outside, OpTime())
+
+    def rows_of(layers: int) -> dict[str, Rehearsed]:
+        sizes = replace(REAL, model={"num_hidden_layers": layers}, expert_parallel=gpus)
+        return rehearsed_rows(sizes, has_varlen)
+
+    one_layer = rows_of(1)
+    shallow = one_layer["layer"]
+    deep = rows_of(2)["layer"]
+    moved = outside_of_products(deep).bytes - outside_of_products(shallow).bytes
+    launches = outside_of_products(deep).launches - outside_of_products(shallow).launches
+    layer = seconds(deep) - seconds(shallow)
+    exchange = exchange_seconds(deep) - exchange_seconds(shallow)
+
+    _, shape = family_of(read_config(MODEL.parent))
+    more = shape.num_layers - 1
+    lengths = [REAL.prompt + REAL.response] * REAL.sequences
+    flops = 3 * (layer_flops(shape, lengths) + head_flops(shape, REAL.tokens))
+    whole = seconds(shallow) + more * layer + seconds(one_layer["head"])
+    exposed = whole + exchange_seconds(shallow) + more * exchange
     return (
-        f"one more layer: {(deep.bytes - shallow.bytes) / 1e9:.1f} GB outside of products and attention in"
-        f" {deep.launches - shallow.launches} launches, {1e3 * (deep_seconds - shallow_seconds):.1f} ms, and"
-        f" {1e3 * (deep_exchange - shallow_exchange):.1f} ms of collectives"
+        f"one more layer: {moved / 1e9:.1f} GB outside of products and attention in {launches}"
+        f" launches, {1e3 * layer:.1f} ms, and {1e3 * exchange:.1f} ms of collectives;"
+        f" {shape.num_layers} layers and the head: {1e3 * whole:.0f} ms, {flops / whole / gpu.flops:.0%} of"
+        f" the peak, with collectives {1e3 * exposed:.0f} ms, {flops / exposed / gpu.flops:.0%}"
     )
 
 
@@ -218,7 +236,7 @@ def main() -> None:
         "--expert-parallel",
         type=int,
         metavar="N",
-        help="only what one more layer takes whose experts N GPUs share",
+        help="only what one more layer, and all of them, take whose experts N GPUs share",
     )
     parser.add_argument(
         "--centred-by", type=int, metavar="K", help="only the head with score centering by K ids"
