@@ -166,7 +166,12 @@ def test_the_header_has_the_memory_of_the_layout(file, tiny, tmp_path):
     assert optimizer == pytest.approx(estimate.optimizer / GIB, rel=0.05, abs=1.3)
     assert activations == pytest.approx(estimate.activations / GIB, rel=0.25)
     if rehearsed := read_rehearsals().get(file.stem):
-        assert total == pytest.approx(rehearsed.figures.state_bytes / GIB, abs=0.3)
+        of_peak = rehearsed.figures.state_bytes / GIB
+        # The rank with the highest peak may be of a stage with fewer parameters and more
+        # micro-batches under way.
+        assert of_peak < total + 0.3
+        if config.parallel.pipeline_model_parallel_size == 1:
+            assert of_peak == pytest.approx(total, abs=0.3)
 
 
 def check_header(file: Path, config: Config, stages: list[Stage]) -> None:
