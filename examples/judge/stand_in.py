@@ -54,6 +54,14 @@ class ChatCompletions(BaseHTTPRequestHandler):
         """Silent."""
 
 
+class Judge(ThreadingHTTPServer):
+    """With room for `concurrency` connections that arrive together; the system drops those beyond
+    it, and a client tries again after a second, three, seven, ...
+    """
+
+    request_queue_size = 128
+
+
 if __name__ == "__main__":
     port = int(sys.argv[1]) if len(sys.argv) > 1 else 8000
-    ThreadingHTTPServer(("127.0.0.1", port), ChatCompletions).serve_forever()
+    Judge(("127.0.0.1", port), ChatCompletions).serve_forever()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import re
+import socket
 import threading
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,7 @@ import numpy as np
 import pytest
 from aiohttp import web
 
-from examples.judge.stand_in import verdict_of
+from examples.judge.stand_in import ChatCompletions, Judge, verdict_of
 from megatron_gspo.rewards.judge import (
     RANKING_TEMPLATE,
     SCORE_TEMPLATE,
@@ -389,6 +391,15 @@ def test_the_schema_of_a_ranking_bounds_its_numbers():
 
 def test_scores_of_a_ranking_by_hand():
     assert scores_of_ranking([3, 1, 2], ["x", "y", "z"]) == {"z": 1.0, "x": 0.5, "y": 0.0}
+
+
+def test_the_stand_in_has_room_for_all_connections_of_a_client():
+    """Those beyond it would wait for the system's next attempts, for up to a minute a step."""
+    with contextlib.ExitStack() as stack:
+        server = stack.enter_context(Judge(("127.0.0.1", 0), ChatCompletions))
+        for _ in range(64):  # nobody accepts them
+            address = ("127.0.0.1", server.server_port)
+            stack.enter_context(socket.create_connection(address, timeout=0.5))
 
 
 def test_the_stand_in_reads_one_response_or_several():

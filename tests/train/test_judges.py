@@ -7,14 +7,13 @@ import json
 import math
 import threading
 from collections.abc import Iterator
-from http.server import ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import Qwen3Config, Qwen3ForSequenceClassification
 
-from examples.judge.stand_in import ChatCompletions
+from examples.judge.stand_in import ChatCompletions, Judge
 from megatron_gspo.config.load import read_file
 from tests.support.chat_tokenizer import chat_tokenizer
 from tests.support.judge_server import JudgeServer
@@ -34,7 +33,7 @@ def verifier_of(example: str, **options: Any) -> dict[str, Any]:
 @contextlib.contextmanager
 def stand_in() -> Iterator[str]:
     """The URL of the examples' judge."""
-    with ThreadingHTTPServer(("127.0.0.1", 0), ChatCompletions) as server:
+    with Judge(("127.0.0.1", 0), ChatCompletions) as server:
         threading.Thread(target=server.serve_forever).start()
         try:
             yield f"http://127.0.0.1:{server.server_port}"
