@@ -133,7 +133,7 @@ def contestants(path: str, size: Size, groups: Any) -> dict[str, Callable[[], No
     from megatron_gspo.algorithms import preset
     from megatron_gspo.config import ParallelConfig, TrainingConfig
     from megatron_gspo.data.training_batch import TrainingBatch
-    from megatron_gspo.mcore.routing_replay.micro_batch_routes import ReplayOptions
+    from megatron_gspo.mcore.routing_replay.replay_options import ReplayOptions
     from megatron_gspo.mcore.train_step import (
         forward_backward,
         mini_batch_routes,

@@ -90,8 +90,8 @@ def _count_waiting(histograms: Sequence[RatioHistogram]) -> None:
         # In place: a few log-ratios do not touch all bins.
         histogram._counts.index_add_(0, places, ones[: len(places)])
         smallest, largest = torch.aminmax(values)
-        found = torch.stack([-smallest, largest])
-        torch.maximum(histogram._extremes, found, out=histogram._extremes)
+        extremes = torch.stack([-smallest, largest])
+        torch.maximum(histogram._extremes, extremes, out=histogram._extremes)
         histogram._waiting = []
         histogram._num_waiting = 0
 

@@ -28,8 +28,9 @@ from megatron_gspo.mcore.routing_replay.gather_results import (
     routing_counts,
     routing_stats,
 )
-from megatron_gspo.mcore.routing_replay.micro_batch_routes import MicroBatchRoutes, ReplayOptions
+from megatron_gspo.mcore.routing_replay.micro_batch_routes import MicroBatchRoutes
 from megatron_gspo.mcore.routing_replay.pass_counts import PassCounts
+from megatron_gspo.mcore.routing_replay.replay_options import ReplayOptions
 from megatron_gspo.mcore.routing_replay.selections import (
     Query,
     SampledSelections,

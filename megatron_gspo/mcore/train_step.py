@@ -44,9 +44,9 @@ from megatron_gspo.mcore.micro_batches import (
 from megatron_gspo.mcore.policy import Policy
 from megatron_gspo.mcore.routing_replay.micro_batch_routes import (
     MicroBatchRoutes,
-    ReplayOptions,
     routes_of_mini_batch,
 )
+from megatron_gspo.mcore.routing_replay.replay_options import ReplayOptions
 from megatron_gspo.mcore.teacher_states import TeacherStates, rows_of_policy
 from megatron_gspo.parallel.log_probs import LogProbOptions
 from megatron_gspo.parallel.metric_reduction import reduce_records

@@ -19,7 +19,8 @@ from megatron_gspo.data.training_batch import TrainingBatch
 from megatron_gspo.mcore.forward_step import unwrap
 from megatron_gspo.mcore.policy import Policy
 from megatron_gspo.mcore.routing_replay.gather_results import routing_counts, routing_stats
-from megatron_gspo.mcore.routing_replay.micro_batch_routes import MicroBatchRoutes, ReplayOptions
+from megatron_gspo.mcore.routing_replay.micro_batch_routes import MicroBatchRoutes
+from megatron_gspo.mcore.routing_replay.replay_options import ReplayOptions
 from megatron_gspo.mcore.routing_replay.router_hooks import RouterHook, moe_layers
 from megatron_gspo.mcore.train_step import (
     compute_log_probs,

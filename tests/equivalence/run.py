@@ -25,7 +25,7 @@ from megatron_gspo.mcore.lora.adapter_weights import adapter_layers
 from megatron_gspo.mcore.micro_batches import MicroBatches
 from megatron_gspo.mcore.policy import Policy, TrainedParts, build_policy
 from megatron_gspo.mcore.process_groups import compute_device, initialize
-from megatron_gspo.mcore.routing_replay.micro_batch_routes import ReplayOptions
+from megatron_gspo.mcore.routing_replay.replay_options import ReplayOptions
 from megatron_gspo.mcore.teacher_states import TeacherStates
 from megatron_gspo.mcore.train_step import (
     combined_shares,

@@ -20,7 +20,7 @@ from megatron_gspo.mcore.checkpoint.save_load import load_checkpoint, save_check
 from megatron_gspo.mcore.offload import whole_storages
 from megatron_gspo.mcore.policy import Policy, build_policy
 from megatron_gspo.mcore.routing_replay.gather_results import flips_of_replica, routes_of_replica
-from megatron_gspo.mcore.routing_replay.micro_batch_routes import ReplayOptions
+from megatron_gspo.mcore.routing_replay.replay_options import ReplayOptions
 from megatron_gspo.mcore.train_step import (
     compute_log_probs,
     finished_metrics,

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron_gspo.mcore.checkpoint.save_load import load_checkpoint, save_checkpoint
-from megatron_gspo.mcore.routing_replay.micro_batch_routes import ReplayOptions
+from megatron_gspo.mcore.routing_replay.replay_options import ReplayOptions
 from megatron_gspo.models.hf_checkpoint import CheckpointReader
 from tests.support.configs import parallel
 from tests.support.distributed import run_distributed

@@ -12,7 +12,7 @@ from megatron_gspo.mcore.forward_step import unwrap
 from megatron_gspo.mcore.indexer import Indexer
 from megatron_gspo.mcore.policy import Policy
 from megatron_gspo.mcore.policy_tensors import torch_optimizers
-from megatron_gspo.mcore.routing_replay.micro_batch_routes import ReplayOptions
+from megatron_gspo.mcore.routing_replay.replay_options import ReplayOptions
 from megatron_gspo.models.hf_checkpoint import CheckpointReader
 from tests.support.configs import parallel
 from tests.support.distributed import run_distributed

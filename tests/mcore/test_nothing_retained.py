@@ -11,7 +11,7 @@ from megatron_gspo.algorithms import preset
 from megatron_gspo.data.sample import Sample
 from megatron_gspo.data.training_batch import TrainingBatch
 from megatron_gspo.mcore.policy import Policy, build_policy
-from megatron_gspo.mcore.routing_replay.micro_batch_routes import ReplayOptions
+from megatron_gspo.mcore.routing_replay.replay_options import ReplayOptions
 from megatron_gspo.mcore.train_step import compute_log_probs, train_mini_batch
 from megatron_gspo.routing_replay.routes import RouteShape
 from tests.equivalence.cases import make_samples

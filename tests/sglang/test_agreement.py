@@ -13,7 +13,7 @@ import pytest
 from megatron_gspo.config import SamplingParams
 from megatron_gspo.data.sample import Sample
 from megatron_gspo.data.training_batch import TrainingBatch
-from megatron_gspo.mcore.routing_replay.micro_batch_routes import ReplayOptions
+from megatron_gspo.mcore.routing_replay.replay_options import ReplayOptions
 from megatron_gspo.mcore.train_step import compute_log_probs
 from megatron_gspo.rollout.sample_checks import check_samples
 from tests.support.configs import micro_batches_of, parallel

@@ -16,7 +16,8 @@ from megatron_gspo.data.training_batch import TrainingBatch
 from megatron_gspo.mcore.forward_step import unwrap
 from megatron_gspo.mcore.micro_batches import MicroBatches
 from megatron_gspo.mcore.policy import Policy, build_policy
-from megatron_gspo.mcore.routing_replay.micro_batch_routes import MicroBatchRoutes, ReplayOptions
+from megatron_gspo.mcore.routing_replay.micro_batch_routes import MicroBatchRoutes
+from megatron_gspo.mcore.routing_replay.replay_options import ReplayOptions
 from megatron_gspo.mcore.routing_replay.router_hooks import moe_layers
 from megatron_gspo.mcore.train_step import forward_backward, mini_batch_routes, pack_mini_batch
 from megatron_gspo.routing_replay.routes import RouteShape

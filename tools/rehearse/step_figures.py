@@ -29,8 +29,8 @@ class StepFigures:
     """Of the fullest and of the slowest rehearsed rank.
 
     states: bytes of weights, gradients, optimizer, and a reference policy; activations: their peak
-    in forward and backward; peak: of all live tensors. compute, communication, bubble: seconds of an optimizer
-    step with the log-probs before it.
+    in forward and backward; peak: of all live tensors. compute, communication, bubble: seconds of
+    an optimizer step with the log-probs before it.
     """
 
     states: Mapping[str, int]

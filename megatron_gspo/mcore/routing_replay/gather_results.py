@@ -18,7 +18,8 @@ from megatron_gspo.data.columns import Columns, ranges
 from megatron_gspo.data.training_batch import TrainingBatch
 from megatron_gspo.mcore.process_groups import compute_device
 from megatron_gspo.mcore.routing_replay.micro_batch_routes import MicroBatchRoutes
-from megatron_gspo.mcore.routing_replay.pass_counts import CountedOptions, PassCounts, joined
+from megatron_gspo.mcore.routing_replay.pass_counts import PassCounts, joined
+from megatron_gspo.mcore.routing_replay.replay_options import ReplayOptions
 from megatron_gspo.parallel.context_parallel import zigzag_indices
 from megatron_gspo.routing_replay.statistics import RoutingStats
 
@@ -155,16 +156,16 @@ def _sum_bytes(flat: Tensor, groups: Sequence[dist.ProcessGroup]) -> int:
 def routing_counts(micro_batches: Sequence[MicroBatchRoutes]) -> PassCounts:
     """What a pass counted. A collective of the pipeline."""
     counts = micro_batches[0].counts
-    flipped = counts.options.compare and _flipped_tokens(micro_batches)
+    flipped = _flipped_tokens(micro_batches) if counts.options.compare else None
     # The other pipeline stages see the same tokens.
     of_tokens = [routes for routes in micro_batches if routes.is_counted and 0 in routes.layers]
     weights = [routes.weight for routes in of_tokens if routes.weight is not None]
     if weights:
         counts.totals[2] = joined(weights).sum(dtype=torch.float64)
-        if counts.options.compare:
-            known = joined([routes.known_weight for routes in of_tokens])
-            counts.totals[0] = known.sum(dtype=torch.float64)
-            counts.totals[1] = flipped
+    if weights and flipped is not None:
+        known = joined([routes.known_weight for routes in of_tokens])
+        counts.totals[0] = known.sum(dtype=torch.float64)
+        counts.totals[1] = flipped
     return counts
 
 
@@ -181,7 +182,7 @@ def routing_stats(passes: Sequence[PassCounts]) -> list[RoutingStats]:
 
 
 def _stats(
-    options: CountedOptions, flips: Tensor, entropy: Tensor, load: Tensor, totals: Tensor
+    options: ReplayOptions, flips: Tensor, entropy: Tensor, load: Tensor, totals: Tensor
 ) -> RoutingStats:
     compared, flipped, trained = totals.tolist()
     shape = options.shape

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatron_gspo.mcore.device_copies import copy_to_host
 from megatron_gspo.mcore.process_groups import compute_device
-from megatron_gspo.routing_replay.routes import RouteShape
+from megatron_gspo.mcore.routing_replay.replay_options import ReplayOptions
 from megatron_gspo.routing_replay.statistics import expert_load, expert_overlap, router_entropy
 
 # Scores, at most about, of the choices that are measured together.
@@ -30,23 +30,6 @@ class LiveChoice(NamedTuple):
 
     shares: Callable[[Tensor], Tensor]
     """Scores to the router's distribution over all experts."""
-
-
-class CountedOptions(Protocol):
-    """What is counted, of ``ReplayOptions``."""
-
-    @property
-    def shape(self) -> RouteShape: ...
-    @property
-    def record(self) -> bool: ...
-    @property
-    def compare(self) -> bool: ...
-    @property
-    def neighbours(self) -> bool: ...
-    @property
-    def entropy(self) -> bool: ...
-    @property
-    def storage(self) -> str: ...
 
 
 class CountedBatch(Protocol):
@@ -78,7 +61,7 @@ class PassCounts:
     [3], compared tokens, flipped ones, trained tokens.
     """
 
-    def __init__(self, options: CountedOptions) -> None:
+    def __init__(self, options: ReplayOptions) -> None:
         self.options = options
         shape = options.shape
         has_load = options.entropy and options.record

@@ -124,9 +124,12 @@ def _decoded_without_routes(body: bytes | bytearray) -> GenerateResponse | None:
     """The response, of which the JSON parser does not see the routes' text: it takes several times
     as long for it as a search for the closing quote. None where that is no valid response.
     """
-    start = body.find(_ROUTES_KEY) + len(_ROUTES_KEY)
+    key = body.find(_ROUTES_KEY)
+    if key < 0:
+        return None
+    start = key + len(_ROUTES_KEY)
     end = body.find(b'"', start)
-    if start < len(_ROUTES_KEY) or end < 0:
+    if end < 0:
         return None
     view = memoryview(body)
     try:

@@ -19,7 +19,8 @@ from megatron_gspo.mcore.routing_replay.gather_results import (
     routing_stats,
     shared_experts_of_replica,
 )
-from megatron_gspo.mcore.routing_replay.micro_batch_routes import MicroBatchRoutes, ReplayOptions
+from megatron_gspo.mcore.routing_replay.micro_batch_routes import MicroBatchRoutes
+from megatron_gspo.mcore.routing_replay.replay_options import ReplayOptions
 from megatron_gspo.mcore.train_step import compute_log_probs
 from megatron_gspo.routing_replay.routes import RouteShape
 from tests.support.configs import micro_batches_of, parallel

@@ -13,10 +13,8 @@ import torch
 from torch import Tensor
 
 from megatron_gspo.data.packing import PackedBatch, pack
-from megatron_gspo.mcore.routing_replay.micro_batch_routes import (
-    MicroBatchRoutes,
-    ReplayOptions,
-)
+from megatron_gspo.mcore.routing_replay.micro_batch_routes import MicroBatchRoutes
+from megatron_gspo.mcore.routing_replay.replay_options import ReplayOptions
 from megatron_gspo.routing_replay.perturbation import Perturbation, PerturbedPass, RouterTerms
 from megatron_gspo.routing_replay.routes import RouteShape
 from tests.support.routing_cases import scored_samples, with_random_routes

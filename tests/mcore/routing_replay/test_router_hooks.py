@@ -21,10 +21,10 @@ from megatron_gspo.mcore.model import transformer_config
 from megatron_gspo.mcore.policy import Policy
 from megatron_gspo.mcore.routing_replay.micro_batch_routes import (
     MicroBatchRoutes,
-    ReplayOptions,
     RoutingError,
     routes_of_mini_batch,
 )
+from megatron_gspo.mcore.routing_replay.replay_options import ReplayOptions
 from megatron_gspo.mcore.routing_replay.router_hooks import refuse_bypasses, router_hooks
 from megatron_gspo.mcore.train_step import compute_log_probs, forward_backward, train_mini_batch
 from tests.mcore.test_model import shape_of as model_shape

@@ -15,7 +15,7 @@ from megatron_gspo.loop.routing import selections_of
 from megatron_gspo.mcore.forward_step import unwrap
 from megatron_gspo.mcore.indexer import Indexer
 from megatron_gspo.mcore.policy import Policy
-from megatron_gspo.mcore.routing_replay.micro_batch_routes import ReplayOptions
+from megatron_gspo.mcore.routing_replay.replay_options import ReplayOptions
 from megatron_gspo.mcore.routing_replay.selections import (
     QUERIES,
     SampledSelections,
