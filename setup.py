@@ -30,7 +30,7 @@ EXTRAS = {
     # Figures and the report of megatron-gspo compare.
     "plot": ["matplotlib>=3.8", "jinja2>=3.1", "scipy>=1.15"],
     "sglang": ["sglang>=0.5.15.post1,<0.5.24"],
-    "vllm": ["vllm>=0.32,<0.33"],
+    "vllm": ["vllm>=0.32,<0.34"],
     "gpu": ["transformer-engine[pytorch]>=2.4"],
     "test": [
         "pytest>=8",

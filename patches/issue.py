@@ -17,13 +17,14 @@ from megatron_gspo.patches.mark import MARK
 class Situation:
     """What decides whether an issue applies.
 
-    megatron, sglang: version numbers, () if not installed; sglang is the lowest version of all
-    servers. The layout and the model come from the config; without one they describe a single
+    megatron, sglang, vllm: version numbers, () if not installed; those of servers are the lowest of
+    all servers. The layout and the model come from the config; without one they describe a single
     process.
     """
 
     megatron: tuple[int, ...] = ()
     sglang: tuple[int, ...] = ()
+    vllm: tuple[int, ...] = ()
     gpu: bool = False
     transformer_engine: bool = False
     apex: bool = False
@@ -69,7 +70,7 @@ class KnownIssue:
     @property
     def range(self) -> tuple[str, tuple[int, ...], tuple[int, ...]] | None:
         """(package, first, last version) as numbers; None for all versions."""
-        found = re.match(r"(megatron-core|sglang) (\S+)(?: - (\S+))?", self.versions)
+        found = re.match(r"(megatron-core|sglang|vllm) (\S+)(?: - (\S+))?", self.versions)
         return (found[1], _numbers(found[2]), _numbers(found[3] or found[2])) if found else None
 
     def affects(self, situation: Situation) -> bool:
@@ -78,7 +79,11 @@ class KnownIssue:
             return False
         if self.range is not None and not self.all_versions:
             package, first, last = self.range
-            version = situation.megatron if package == "megatron-core" else situation.sglang
+            version = {
+                "megatron-core": situation.megatron,
+                "sglang": situation.sglang,
+                "vllm": situation.vllm,
+            }[package]
             if (
                 not version
                 or not first <= version[: len(first)]

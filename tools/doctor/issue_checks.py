@@ -26,6 +26,7 @@ def situation(
     *,
     world_size: int,
     sglang: tuple[int, ...] = (),
+    vllm: tuple[int, ...] = (),
     servers_on_cpu: bool = False,
 ) -> Situation:
     """What decides which issues apply. hf: the model's config.json, {} if it can't be read."""
@@ -34,6 +35,7 @@ def situation(
     common: dict[str, Any] = dict(
         megatron=numbers(versions.get("megatron-core")),
         sglang=sglang,
+        vllm=vllm,
         gpu=gpu,
         apex=gpu and versions.get("apex") is not None,
         world_size=world_size,
@@ -56,7 +58,7 @@ def situation(
         has_experts=has_experts,
         replay=config.routing.replay != "none",
         has_config=True,
-        starts_servers=config.rollout.engine == "sglang" and bool(config.sglang.num_servers),
+        starts_servers=config.servers.is_set and bool(config.servers.num_servers),
     )
 
 

@@ -44,7 +44,7 @@ SUPPORTED = (
 )
 SERVERS = {
     "sglang": Support("sglang", ">=0.5.15.post1,<0.5.24", "0.5.23", True, "rollouts from servers"),
-    "vllm": Support("vllm", ">=0.32,<0.33", "0.32.0", True, "rollouts from servers"),
+    "vllm": Support("vllm", ">=0.32,<0.34", "0.33.0", True, "rollouts from servers"),
 }
 
 

@@ -42,7 +42,7 @@ _FLUSH_POLL_SECONDS = 0.05  # between two flushes of a server whose requests are
 class VLLMAPI(ServerAPI):
     """See `ServerAPI`.
 
-    vLLM 0.32 in its developer mode, which has the endpoints of weights and versions.
+    vLLM 0.32 and 0.33 in its developer mode, which has the endpoints of weights and versions.
     """
 
     engine = "vllm"
@@ -185,7 +185,7 @@ class VLLMAPI(ServerAPI):
 
     async def clear_weights(self, server: ServerClient, *, timeout: float) -> ClearedWeights:
         """See `WeightEndpoints.clear_weights`. A digest that stays is of a parameter that was zero,
-        or without bytes: vLLM 0.32 keeps those that it packs for a CPU kernel elsewhere."""
+        or without bytes: vLLM keeps those that it packs for a CPU kernel elsewhere."""
         before = await _digests(server, timeout)
         await server.post(_CHECKER, {"action": "reset"}, timeout=timeout)
         after = await _digests(server, timeout)

@@ -21,7 +21,7 @@ from megatron_gspo.servers.server_launch import (
 from megatron_gspo.weight_transport.receiver_transport import RECEIVER_FOLDER
 
 EXTENSION_FOLDER = Path(__file__).resolve().parent / "worker_extension"
-# See `ServerLaunch.exit_causes`; from the logs of vllm 0.32
+# See `ServerLaunch.exit_causes`; from the logs of vllm 0.32.0
 _EXIT_CAUSES = (
     (
         r"unrecognized arguments|error: (argument|ambiguous option|the following arguments)",
@@ -53,7 +53,7 @@ _EXIT_CAUSES = (
         "its model can't be loaded; check the model path",
     ),
 )
-_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # vLLM 0.32's --max-lora-rank takes no others
+_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # vLLM's --max-lora-rank takes no others
 _ON_CPU = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}  # unless set
 
 

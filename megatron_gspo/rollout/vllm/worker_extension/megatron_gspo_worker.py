@@ -27,8 +27,8 @@ _MARK = "_megatron_gspo_patch"  # on a replacement: the original (patches/mark.p
 
 
 def pack_reloaded_experts(method: type[UnquantizedFusedMoEMethod]) -> None:
-    """Have vLLM pack experts for its CPU kernel after every load of weights; 0.32.0 does so after
-    the first alone.
+    """Have vLLM pack experts for its CPU kernel after every load of weights; 0.32.0 and 0.33.0 do so
+    after the first alone.
 
     Without it the kernel takes the unpacked weights of an update for packed ones, and log-probs are
     silently wrong. method: its ``_setup_kernel`` is replaced. Upstream:
@@ -56,8 +56,7 @@ def pack_reloaded_experts(method: type[UnquantizedFusedMoEMethod]) -> None:
 
 
 def undo_dropped_draws(runner: type[GPUModelRunner]) -> None:
-    """Have vLLM undo, on a CPU too, the draws that it drops; 0.32.0 ends there with an error, and
-    so does the server.
+    """Have vLLM undo, on a CPU too, the draws that it drops; 0.32.0 and 0.33.0 end there with an error.
 
     vLLM draws a token for every request of a step, drops it where the prompt is computed in parts
     and is not complete, and sets the request's generator back by its offset, which generators on a
