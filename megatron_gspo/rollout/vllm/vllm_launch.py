@@ -54,7 +54,11 @@ _EXIT_CAUSES = (
     ),
 )
 _LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # vLLM's --max-lora-rank takes no others
-_ON_CPU = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}  # unless set
+_ON_CPU = {  # unless set
+    "VLLM_TARGET_DEVICE": "cpu",  # a build for GPUs looks for one
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+}
 
 
 @dataclass(frozen=True)
