@@ -116,6 +116,16 @@ REWARDS = (
         ),
     ),
     SeededBug(
+        name="the examples' reward model does not see where a response begins",
+        file="examples/reward_model/train.py",
+        before="self.tokenizer.chat_template = TEMPLATE",
+        after="pass",
+        test=(
+            "tests/examples/test_reward_model.py::"
+            "test_the_verifier_gives_the_logits_of_the_training"
+        ),
+    ),
+    SeededBug(
         name="every rank keeps a worker for a verifier that one rank calls",
         file="megatron_gspo/loop/reward_scoring.py",
         before="self.scorer.release()",
