@@ -86,6 +86,20 @@ def start_lines(config: Config, *, prompts: int, held_out: int, verifier: str) -
     ]
 
 
+def _held_out(before: float | None, after: float) -> str:
+    """What the evaluations before and after the run gave: of rewards from 0 to 1 an accuracy."""
+    values = [value for value in (before, after) if value is not None]
+    if all(0 <= value <= 1 for value in values):
+        what = "accuracy"
+        texts = [f"{100 * value:.1f} %" for value in values]
+    else:
+        what = "reward"
+        texts = [f"{value:.3f}" for value in values]
+    moments = ("before", "after")[-len(texts) :]
+    steps = [f"{text} {moment}" for text, moment in zip(texts, moments, strict=True)]
+    return f"held-out {what} {', '.join(steps)}"
+
+
 def end_lines(config: Config, state: LoopState, *, held_out: int) -> list[str]:
     """How long the run took, its files, and the command that evaluates it."""
     folder = Path(config.run_dir)
@@ -93,10 +107,7 @@ def end_lines(config: Config, state: LoopState, *, held_out: int) -> list[str]:
     done = "trained" if trains else "generated"
     result = f"{done} {_steps(state.step)} in {format_time(state.wall_seconds)}"
     if state.accuracy_after is not None:
-        before = (
-            "" if state.accuracy_before is None else f"{100 * state.accuracy_before:.1f} % before, "
-        )
-        result += f"; held-out accuracy {before}{100 * state.accuracy_after:.1f} % after"
+        result += f"; {_held_out(state.accuracy_before, state.accuracy_after)}"
     files = [f"{name} ({words})" for name, words in _RESULTS if _has_content(folder / name)]
     lines = [result, f"results in {folder}: {', '.join(files)}"]
     if not trains:
