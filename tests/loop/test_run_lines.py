@@ -10,7 +10,6 @@ from megatron_gspo.config import load_config
 from megatron_gspo.loop.checkpoints import LoopState
 from megatron_gspo.loop.run_lines import end_lines
 
-
 _CONFIG = Path(__file__).parents[2] / "examples/qwen3_moe/tiny_gspo.yaml"
 
 
