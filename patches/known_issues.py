@@ -206,33 +206,9 @@ PATCHES = (
         "upstream pins for a GPU only",
         lambda s: s.starts_servers and s.servers_on_cpu,
     ),
-    KnownIssue(
-        "`rollout/vllm/worker_extension/megatron_gspo_worker.py`: `pack_reloaded_experts`",
-        "vllm 0.32.0 - 0.33.0 on a machine without a GPU",
-        "the kernel for CPUs packs the experts after the first load alone: after an update it reads"
-        " unpacked weights, and log-probs are silently wrong",
-        "[`_setup_kernel`](vllm-0.33.0:model_executor/layers/fused_moe/"
-        "unquantized_fused_moe_method.py#L166)",
-        "`tests/rollout/vllm/worker_extension/test_megatron_gspo_worker.py"
-        "::test_experts_are_packed_once_after_every_load`,"
-        " `tests/vllm/test_weights.py::test_an_update_gives_the_weights_of_its_version`",
-        "`_setup_kernel` packs after an update too",
-        lambda s: s.starts_servers and s.servers_on_cpu,
-    ),
-    KnownIssue(
-        "`rollout/vllm/worker_extension/megatron_gspo_worker.py`: `undo_dropped_draws`",
-        "vllm 0.32.0 - 0.33.0 on a machine without a GPU",
-        "a draw for a prompt that is computed in parts is dropped by the offset of a generator,"
-        " which generators on a CPU do not have: the server ends",
-        "[`_bookkeeping_sync`](vllm-0.33.0:v1/worker/gpu_model_runner.py#L3468)",
-        "`tests/rollout/vllm/worker_extension/test_megatron_gspo_worker.py"
-        "::test_a_dropped_draw_is_drawn_again`",
-        "`_bookkeeping_sync` does not call `get_offset` on a CPU",
-        lambda s: s.starts_servers and s.servers_on_cpu,
-    ),
 )
 
-# Handled by settings and code of the package.
+# Handled by settings and code of the package; those of vLLM's worker replace its functions.
 GUARDS = (
     KnownIssue(
         "`mcore/model.py`: `overlap_p2p_comm` on, `batch_p2p_comm` off under interleaving",
@@ -343,6 +319,30 @@ GUARDS = (
         "`tests/rollout/sglang/test_response_parser.py::test_log_probs_of_the_input`",
         "the last id comes back as itself",
         lambda s: bool(s.sglang),
+    ),
+    KnownIssue(
+        "`rollout/vllm/worker_extension/megatron_gspo_worker.py`: `pack_reloaded_experts`",
+        "vllm 0.32.0 - 0.33.0 on a machine without a GPU",
+        "the kernel for CPUs packs the experts after the first load alone: after an update it reads"
+        " unpacked weights, and log-probs are silently wrong",
+        "[`_setup_kernel`](vllm-0.33.0:model_executor/layers/fused_moe/"
+        "unquantized_fused_moe_method.py#L166)",
+        "`tests/rollout/vllm/worker_extension/test_megatron_gspo_worker.py"
+        "::test_experts_are_packed_once_after_every_load`,"
+        " `tests/vllm/test_weights.py::test_an_update_gives_the_weights_of_its_version`",
+        "`_setup_kernel` packs after an update too",
+        lambda s: s.starts_servers and s.servers_on_cpu,
+    ),
+    KnownIssue(
+        "`rollout/vllm/worker_extension/megatron_gspo_worker.py`: `undo_dropped_draws`",
+        "vllm 0.32.0 - 0.33.0 on a machine without a GPU",
+        "a draw for a prompt that is computed in parts is dropped by the offset of a generator,"
+        " which generators on a CPU do not have: the server ends",
+        "[`_bookkeeping_sync`](vllm-0.33.0:v1/worker/gpu_model_runner.py#L3468)",
+        "`tests/rollout/vllm/worker_extension/test_megatron_gspo_worker.py"
+        "::test_a_dropped_draw_is_drawn_again`",
+        "`_bookkeeping_sync` does not call `get_offset` on a CPU",
+        lambda s: s.starts_servers and s.servers_on_cpu,
     ),
     KnownIssue(
         "`servers/server_launch.py`: `server_environment`",
