@@ -5,9 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 from tests.sglang.test_training import AGREEMENT, run
+from tests.support import agent_marks
 from tests.support.ties import FLIPS
 from tests.support.training_runs import check_ledger
-from tests.train.test_agents import BRANCHING
+from tests.train.test_agents import BRANCHING, ENV
+
+MARKS = agent_marks.__file__
 
 
 def test_runs_with_branches_on_two_ranks(
@@ -40,20 +43,22 @@ def test_runs_with_branches_on_two_ranks(
 def test_runs_go_on_while_the_trainer_works(
     sglang_url: str, sglang_model: str, tmp_path: Path
 ) -> None:
-    """Over weight updates: a run whose calls are of two versions is trained in time."""
+    """Runs that begin before a weight update are trained in the step after it."""
+    marks = tmp_path / "marks"
+    marks.mkdir()
     steps = run(
         sglang_model,
         tmp_path / "run",
         [sglang_url],
-        agents=BRANCHING,
+        agents=BRANCHING
+        | {"function": f"{MARKS}:marking", "env": ENV | {agent_marks.FOLDER: str(marks)}},
+        callbacks=[f"{MARKS}:NextBatchHasBegun"],
         rollout={"max_response_length": 6, "max_staleness": 1, "overlap": True},
         data={"verifier": None},
         training={"steps": 4, "max_tokens_per_micro_batch": 640},
         evaluation={"at_start": False},
     )
-    staleness = [record["staleness/max"] for record in steps]
-    # Agents that start after a short update has ended have no call of the weights before it.
-    assert staleness[0] == 0.0 and max(staleness) == 1.0
-    stale = steps[staleness.index(1.0)]
-    assert steps[0]["mismatch/abs_diff_max"] < AGREEMENT < stale["mismatch/abs_diff_max"]
+    assert [record["staleness/max"] for record in steps] == [0.0, 1.0, 1.0, 1.0]
+    assert steps[0]["mismatch/abs_diff_max"] < AGREEMENT
+    assert all(AGREEMENT < record["mismatch/abs_diff_max"] for record in steps[1:])
     check_ledger(tmp_path / "run", batch=4, n=4, staleness=1)

@@ -39,7 +39,7 @@ def run(
     urls: list[str],
     processes: int = 1,
     nodes: int = 1,
-    **sections: dict[str, Any],
+    **sections: Any,
 ) -> list[dict]:
     """nodes: what the processes take themselves to be spread over."""
     rollout = {"engine": "sglang", **sections.pop("rollout", {})}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +34,8 @@ def tiny_model(folder: Path) -> str:
     return str(folder)
 
 
-def base_config(model: str, run_dir: Path, /, **sections: dict[str, Any]) -> dict[str, Any]:
-    """A small GSPO run; ``sections`` update it."""
+def base_config(model: str, run_dir: Path, /, **sections: Any) -> dict[str, Any]:
+    """A small GSPO run; ``sections`` update it, and keys without a section are set."""
     config: dict[str, Any] = {
         "seed": 7,
         "run_dir": str(run_dir),
@@ -56,7 +57,8 @@ def base_config(model: str, run_dir: Path, /, **sections: dict[str, Any]) -> dic
         "tracking": {"plot": False},
     }
     for name, values in sections.items():
-        config[name] = {**config.get(name, {}), **values}
+        is_section = isinstance(values, Mapping)
+        config[name] = {**config.get(name, {}), **values} if is_section else values
     return config
 
 
