@@ -128,8 +128,10 @@ def shared_layer(gpus: int, has_varlen: bool) -> str:
     one_layer = rows_of(1)
     shallow = one_layer["layer"]
     deep = rows_of(2)["layer"]
-    moved = outside_of_products(deep).bytes - outside_of_products(shallow).bytes
-    launches = outside_of_products(deep).launches - outside_of_products(shallow).launches
+    outside_of_two = outside_of_products(deep)
+    outside_of_one = outside_of_products(shallow)
+    moved = outside_of_two.bytes - outside_of_one.bytes
+    launches = outside_of_two.launches - outside_of_one.launches
     layer = seconds(deep) - seconds(shallow)
     exchange = exchange_seconds(deep) - exchange_seconds(shallow)
 

@@ -73,10 +73,10 @@ class RewardModel:
         """[responses]"""
         conversations = [
             [
-                {"role": "user", "content": one.prompt},
-                {"role": "assistant", "content": one.response},
+                {"role": "user", "content": example.prompt},
+                {"role": "assistant", "content": example.response},
             ]
-            for one in batch
+            for example in batch
         ]
         texts = self.tokenizer.apply_chat_template(conversations, tokenize=False)
         inputs = self.tokenizer(texts, add_special_tokens=False, padding=True, return_tensors="pt")
@@ -96,7 +96,7 @@ class RewardModel:
             total = 0.0
             for start in starts:
                 batch = shuffled[start : start + BATCH]
-                labels = torch.tensor([one.label for one in batch])
+                labels = torch.tensor([example.label for example in batch])
                 loss = binary_cross_entropy_with_logits(self.logits(batch), labels)
                 loss.backward()
                 clip_grad_norm_(parameters, 1.0)
@@ -109,7 +109,7 @@ class RewardModel:
     @torch.no_grad()
     def accuracy(self, data: Sequence[Labelled]) -> float:
         """The share of responses whose logit has the sign of their label."""
-        labels = torch.tensor([one.label for one in data])
+        labels = torch.tensor([example.label for example in data])
         return float(((self.logits(data) > 0) == labels.bool()).float().mean())
 
     def save(self, folder: str) -> None:
@@ -125,7 +125,7 @@ def write_reward_model(
     random.seed(seed)
     torch.manual_seed(seed)
     data = list(labelled_responses(model, prompts))
-    right = sum(one.label for one in data) / len(data)
+    right = sum(example.label for example in data) / len(data)
     print(f"{len(data):,} responses, {right:.1%} are right", flush=True)
     reward_model = RewardModel(model)
     reward_model.train(data, epochs)

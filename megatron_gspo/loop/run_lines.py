@@ -15,7 +15,7 @@ from megatron_gspo.loop.checkpoints import LoopState
 from megatron_gspo.models import family_of, read_config
 from megatron_gspo.models.megatron_folders import iteration_folder
 from megatron_gspo.models.tensor_sizes import tensor_sizes
-from megatron_gspo.tracking.progress import format_time
+from megatron_gspo.tracking.progress import are_accuracies, format_time
 from megatron_gspo.tracking.run_environment import program
 
 # What a run may have written, in the order of the line.
@@ -87,17 +87,15 @@ def start_lines(config: Config, *, prompts: int, held_out: int, verifier: str) -
 
 
 def _held_out(before: float | None, after: float) -> str:
-    """What the evaluations before and after the run gave: of rewards from 0 to 1 an accuracy."""
-    values = [value for value in (before, after) if value is not None]
-    if all(0 <= value <= 1 for value in values):
-        what = "accuracy"
-        texts = [f"{100 * value:.1f} %" for value in values]
+    """The mean rewards of the evaluations before and after the run, as accuracies if they can be."""
+    mean_rewards = {"after": after} if before is None else {"before": before, "after": after}
+    if are_accuracies(mean_rewards.values()):
+        name = "accuracy"
+        texts = [f"{100 * value:.1f} % {moment}" for moment, value in mean_rewards.items()]
     else:
-        what = "reward"
-        texts = [f"{value:.3f}" for value in values]
-    moments = ("before", "after")[-len(texts) :]
-    steps = [f"{text} {moment}" for text, moment in zip(texts, moments, strict=True)]
-    return f"held-out {what} {', '.join(steps)}"
+        name = "reward"
+        texts = [f"{value:.3f} {moment}" for moment, value in mean_rewards.items()]
+    return f"held-out {name} {', '.join(texts)}"
 
 
 def end_lines(config: Config, state: LoopState, *, held_out: int) -> list[str]:

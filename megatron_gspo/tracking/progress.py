@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TextIO
 
 from rich.console import Console
@@ -23,10 +23,16 @@ def format_metrics(metrics: Mapping[str, float | None]) -> str:
     return "  ".join(parts)
 
 
-def held_out_text(reward: float) -> str:
-    """The mean reward of the held-out prompts: `accuracy 61.2%`, or `held-out reward -2.477` beyond
-    0 to 1, where it is no share of right responses."""
-    return f"accuracy {100 * reward:.1f}%" if 0 <= reward <= 1 else f"held-out reward {reward:.3f}"
+def are_accuracies(mean_rewards: Iterable[float]) -> bool:
+    """Whether all can be the share of right responses."""
+    return all(0 <= reward <= 1 for reward in mean_rewards)
+
+
+def held_out_text(mean_reward: float) -> str:
+    """Of the held-out prompts: `accuracy 61.2%`, or `held-out reward -2.477`."""
+    if are_accuracies([mean_reward]):
+        return f"accuracy {100 * mean_reward:.1f}%"
+    return f"held-out reward {mean_reward:.3f}"
 
 
 _SHOWN: tuple[tuple[str, Callable[[float], str]], ...] = (

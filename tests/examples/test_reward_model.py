@@ -34,8 +34,8 @@ def test_a_label_compares_with_the_word_backward():
 def test_each_prompt_has_its_samples(model: str, tmp_path: Path):
     file = write_jsonl(tmp_path / "rows.jsonl", [{"prompt": f"{WORD} {w}"} for w in ("sun", "sea")])
     data = list(labelled_responses(model, str(file), samples=3))
-    assert sorted(one.prompt for one in data) == [f"{WORD} sea"] * 3 + [f"{WORD} sun"] * 3
-    assert len({one.response for one in data}) > 1
+    assert sorted(example.prompt for example in data) == [f"{WORD} sea"] * 3 + [f"{WORD} sun"] * 3
+    assert len({example.response for example in data}) > 1
 
 
 def test_the_verifier_gives_the_logits_of_the_training(model: str, tmp_path: Path):
@@ -50,11 +50,13 @@ def test_the_verifier_gives_the_logits_of_the_training(model: str, tmp_path: Pat
     expected = trained.logits(data).tolist()
     verifier = load_verifier("reward_model", {"path": output})
     prompts = []
-    for number, one in enumerate(data):
+    for number, example in enumerate(data):
         prompt = make_prompt(number)
-        prompt.messages = [{"role": "user", "content": one.prompt}]
+        prompt.messages = [{"role": "user", "content": example.prompt}]
         prompts.append(prompt)
-    assert verifier([one.response for one in data], prompts) == pytest.approx(expected, rel=1e-5)
+    assert verifier([example.response for example in data], prompts) == pytest.approx(
+        expected, rel=1e-5
+    )
     assert len(set(expected)) == 4
 
 

@@ -58,7 +58,7 @@ def situation(
         has_experts=has_experts,
         replay=config.routing.replay != "none",
         has_config=True,
-        starts_servers=config.servers.is_set and bool(config.servers.num_servers),
+        starts_servers=bool(config.servers.num_servers),
     )
 
 
