@@ -31,7 +31,8 @@ from tests.algorithms.reference import call_policy_loss, complete_preset
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "metrics.md"
 PACKAGE = ROOT / "megatron_gspo"
-KEEPS_OTHER_RECORDS = {"rollout_cache"}  # its dict is the head of a file
+# rollout_cache: the head of a file; run_lines: what the terminal shows
+KEEPS_OTHER_RECORDS = {"rollout_cache", "run_lines"}
 SOURCES = (
     *(
         file
