@@ -73,15 +73,40 @@ def _check_sources(data: DataConfig) -> None:
             raise ConfigError("data.sources.name", name, "names two sources", "rename one of them")
 
 
+def check_evaluation_verifier(data: DataConfig) -> None:
+    """The verifier of held-out responses can score those of each source.
+
+    data: `Config.evaluation_data`.
+    """
+    for name, source in data.by_source.items():
+        with _of_source(name), _of_evaluation():
+            _check_verifier(source)
+            _check_reference_answers(source)
+
+
 @contextmanager
 def _of_source(name: str) -> Iterator[None]:
     """Errors of `data` in the context name the source that they are about."""
+    with _renamed("data.", f"data.sources.{name}." if name else "data."):
+        yield
+
+
+@contextmanager
+def _of_evaluation() -> Iterator[None]:
+    """Errors of the verifier in the context name that of held-out responses."""
+    with _renamed("data.verifier", "evaluation.verifier"):
+        yield
+
+
+@contextmanager
+def _renamed(start: str, name: str) -> Iterator[None]:
+    """Errors of keys with this start in the context have another name for it."""
     try:
         yield
     except ConfigError as error:
-        if not name:
+        if not error.key.startswith(start):
             raise
-        key = error.key.replace("data.", f"data.sources.{name}.", 1)
+        key = name + error.key.removeprefix(start)
         raise ConfigError(key, error.value, error.problem, error.fix) from None
 
 
@@ -93,14 +118,6 @@ def _check_source(data: DataConfig) -> None:
         problem = "the prompts come from exactly one of data.prompts and data.task"
         raise ConfigError("data.prompts", data.prompts, problem, "set one and leave the other null")
     _check_verifier(data)
-    if data.resolved_verifier == "code":
-        _check_code(data)
-    if data.resolved_verifier in JUDGES:
-        _check_judge(data)
-    if data.resolved_verifier == "reward_model" and data.verifier_timeout is not None:
-        problem = "has no meaning for reward_model, which runs in the training process"
-        fix = "set data.verifier_timeout: null"
-        raise ConfigError("data.verifier_timeout", data.verifier_timeout, problem, fix)
     check_prompt_format(data)
 
 
@@ -150,6 +167,13 @@ def _check_verifier(data: DataConfig) -> None:
             " package.module:function"
         )
         raise ConfigError("data.verifier", verifier, "is not a verifier", fix)
+    if verifier == "code":
+        _check_code(data)
+    if verifier in JUDGES:
+        _check_judge(data)
+    if verifier == "reward_model" and data.verifier_timeout is not None:
+        problem = "has no meaning for reward_model, which runs in the training process"
+        raise ConfigError("data.verifier_timeout", data.verifier_timeout, problem, "set it to null")
 
 
 def _check_reference_answers(data: DataConfig) -> None:
@@ -210,15 +234,26 @@ def check_data_files(data: DataConfig) -> None:
     """The prompt files and the verifiers' files exist."""
     for name, source in data.by_source.items():
         with _of_source(name):
-            _check_source_files(source)
+            _check_prompt_files(source)
+            _check_verifier_file(source)
 
 
-def _check_source_files(data: DataConfig) -> None:
+def check_evaluation_verifier_file(data: DataConfig) -> None:
+    """The file of the verifier of held-out responses exists. data: `Config.evaluation_data`."""
+    for source in data.by_source.values():
+        with _of_evaluation():
+            _check_verifier_file(source)
+
+
+def _check_prompt_files(data: DataConfig) -> None:
     for key, paths in (("prompts", data.prompt_paths), ("eval_prompts", data.eval_prompt_paths)):
         for path in paths:
             if not matching_paths(path):
                 fix = "give a path relative to the working directory, or an absolute one"
                 raise ConfigError(f"data.{key}", path, "no such file", fix)
+
+
+def _check_verifier_file(data: DataConfig) -> None:
     file, _, _ = data.resolved_verifier.rpartition(":")
     if file.endswith(".py") and not Path(file).is_file():
         fix = "give its path, then :function"

@@ -130,6 +130,20 @@ class DataConfig:
             return {"": self}
         return {source.name: self._of_source(source) for source in self.sources}
 
+    def with_verifier(
+        self, verifier: str, options: dict[str, Any], timeout: float | None
+    ) -> DataConfig:
+        """The same prompts with one verifier for all sources."""
+        own: dict[str, Any] = dict(verifier=None, verifier_options=None, verifier_timeout=None)
+        sources = tuple(replace(source, **own) for source in self.sources)
+        return replace(
+            self,
+            sources=sources,
+            verifier=verifier,
+            verifier_options=options,
+            verifier_timeout=timeout,
+        )
+
     def _of_source(self, source: SourceConfig) -> DataConfig:
         given = {key.name: getattr(source, key.name) for key in fields(source)}
         del given["name"], given["weight"]

@@ -27,7 +27,12 @@ from megatron_gspo.config.algorithm_checks import (
     refuse_products_of_ratios,
 )
 from megatron_gspo.config.algorithm_section import AlgorithmConfig, with_preset
-from megatron_gspo.config.data_checks import check_data, check_data_files
+from megatron_gspo.config.data_checks import (
+    check_data,
+    check_data_files,
+    check_evaluation_verifier,
+    check_evaluation_verifier_file,
+)
 from megatron_gspo.config.data_sections import DataConfig
 from megatron_gspo.config.distillation_checks import (
     check_distillation,
@@ -158,6 +163,8 @@ class Config:
         check_environment_file(self.rollout)
         check_agent_files(self.agents)
         check_data_files(self.data)
+        if self.evaluation.verifier is not None:
+            check_evaluation_verifier_file(self.evaluation_data)
         check_adapter_files(self.lora)
         check_megatron_path(self.model)
         is_pretrained = self.model.init == "pretrained"
@@ -236,7 +243,13 @@ class Config:
         check_critic(self.critic, self.algorithm, self.training.steps)
         check_optimizer("critic", self.critic, self.optimizer_steps)
         check_routing(self.routing, self.algorithm)
-        check_evaluation(self.evaluation, self.data.has_eval_prompts)
+        check_evaluation(
+            self.evaluation,
+            has_eval_prompts=self.data.has_eval_prompts,
+            samples_are_runs=self.samples_are_runs,
+        )
+        if self.evaluation.verifier is not None:
+            check_evaluation_verifier(self.evaluation_data)
         check_servers(self.rollout, self._server_sections)
         check_adapter_updates(self.lora, self.rollout, self.servers)
         check_offloading(self.rollout, self.servers)
@@ -258,6 +271,16 @@ class Config:
     def samples_are_runs(self) -> bool:
         """Whether a sample is a run of an agent, or an episode with an environment."""
         return self.agents.is_on or self.rollout.environment is not None
+
+    @property
+    def evaluation_data(self) -> DataConfig:
+        """`data` with the verifier of held-out responses."""
+        evaluation = self.evaluation
+        if evaluation.verifier is None:
+            return self.data
+        return self.data.with_verifier(
+            evaluation.verifier, evaluation.verifier_options, evaluation.verifier_timeout
+        )
 
     @property
     def max_context(self) -> int:

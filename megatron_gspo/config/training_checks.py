@@ -106,15 +106,25 @@ def check_critic(critic: CriticConfig, algorithm: AlgorithmConfig, steps: int) -
         raise ConfigError("critic.warmup_steps", critic.warmup_steps, problem, fix)
 
 
-def check_evaluation(evaluation: EvaluationConfig, has_eval_prompts: bool) -> None:
-    """There are held-out prompts where evaluation is configured, and pass@k has enough
-    responses.
+def check_evaluation(
+    evaluation: EvaluationConfig, *, has_eval_prompts: bool, samples_are_runs: bool
+) -> None:
+    """There are held-out prompts where evaluation is configured, nothing else scores their
+    responses, and pass@k has enough of them.
     """
     samples = evaluation.n_samples
-    if evaluation.eval_interval and not has_eval_prompts:
-        problem = "there are no held-out prompts"
-        fix = "set data.eval_prompts or data.task.eval_size"
-        raise ConfigError("evaluation.eval_interval", evaluation.eval_interval, problem, fix)
+    for key in ("eval_interval", "verifier"):
+        if getattr(evaluation, key) and not has_eval_prompts:
+            problem = "there are no held-out prompts"
+            fix = "set data.eval_prompts or data.task.eval_size"
+            raise ConfigError(f"evaluation.{key}", getattr(evaluation, key), problem, fix)
+    if evaluation.verifier is not None and samples_are_runs:
+        problem = "has no effect with agents or an environment, which give the rewards"
+        raise ConfigError("evaluation.verifier", evaluation.verifier, problem, "remove it")
+    if evaluation.verifier is None and evaluation.verifier_options:
+        problem = "has no effect without evaluation.verifier"
+        fix = "set evaluation.verifier, or remove it"
+        raise ConfigError("evaluation.verifier_options", evaluation.verifier_options, problem, fix)
     if evaluation.temperature == 0 and samples > 1:
         problem = "greedy responses to one prompt are all equal"
         fix = "set 1, or a temperature above 0"

@@ -127,6 +127,12 @@ class EvaluationConfig:
     """Held-out prompts to use; null is all."""
     pass_at_k: tuple[Annotated[int, Ge(1)], ...] = ()
     """Values of k for pass@k, each at most `n_samples`."""
+    verifier: UserPath | None = None
+    """Verifier of held-out responses, as `data.verifier`; null scores them as those of training."""
+    verifier_options: dict[str, Any] = field(default_factory=dict)
+    """Keyword arguments of `verifier`."""
+    verifier_timeout: Annotated[float, Gt(0)] | None = 10.0
+    """Seconds per response for `verifier`, as `data.verifier_timeout`."""
 
 
 @dataclass(frozen=True, kw_only=True)

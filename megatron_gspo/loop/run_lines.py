@@ -59,6 +59,8 @@ def start_lines(config: Config, *, prompts: int, held_out: int, verifier: str) -
     else:
         task = f"{prompts:,} prompts of {source}, rewards by {verifier}"
     evaluated = f"{held_out:,} held-out prompts" if held_out else "no held-out prompts"
+    if held_out and config.evaluation.verifier is not None:
+        evaluated += f" scored by {config.evaluation.verifier}"
     samples = f"{rollout.rollout_batch_size} prompts"
     if not config.algorithm.is_supervised:
         samples += f" x {rollout.n_samples_per_prompt} responses"

@@ -11,7 +11,7 @@ import numpy as np
 from torch import Tensor
 from transformers.utils.logging import disable_progress_bar
 
-from megatron_gspo.config import Config, ConfigError, RoutingConfig, TeacherConfig
+from megatron_gspo.config import Config, ConfigError, DataConfig, RoutingConfig, TeacherConfig
 from megatron_gspo.data.prompt_mix import MixedPrompts, MixedPromptSource
 from megatron_gspo.data.prompts import PromptError, PromptSource
 from megatron_gspo.data.sample import Prompt
@@ -68,6 +68,9 @@ class Components:
     """Source of the held-out samples; None without held-out prompts."""
 
     rewards: Rewards
+    eval_rewards: Rewards
+    """Those of held-out responses; ``rewards`` itself without ``evaluation.verifier``."""
+
     prompts: PromptSource
     eval_prompts: Sequence[Prompt]
     dropped_prompts: int
@@ -112,6 +115,8 @@ class Components:
     def close(self) -> None:
         """End worker processes and engines."""
         self.rewards.close()
+        if self.eval_rewards is not self.rewards:
+            self.eval_rewards.close()
         self.groups.close()
         if self.teachers is not None:
             self.teachers.close()
@@ -144,6 +149,9 @@ def build_components(config: Config, *, engine: RolloutEngine | None = None) -> 
     chosen = teacher_numbers(config.distillation, train)
     environments = make_environments(config)
     rewards = build_rewards(config, environments)
+    eval_rewards = rewards
+    if held_out and config.evaluation.verifier is not None:
+        eval_rewards = verifier_rewards(config.evaluation_data)
     groups = initialize(parallel, seed=config.seed)
     policy = build_policy(
         config.model,
@@ -179,6 +187,7 @@ def build_components(config: Config, *, engine: RolloutEngine | None = None) -> 
         groups=source,
         eval_groups=eval_source,
         rewards=rewards,
+        eval_rewards=eval_rewards,
         prompts=prompt_source(config, train),
         eval_prompts=held_out,
         dropped_prompts=dropped,
@@ -208,6 +217,11 @@ def build_rewards(config: Config, environments: EnvironmentPool | None) -> Rewar
         name = f"environment {config.rollout.environment!r}"
         return EpisodeRewards(environments, name, data.verifier_failure_reward)
     refuse_visible_run(config)
+    return verifier_rewards(data)
+
+
+def verifier_rewards(data: DataConfig) -> VerifierRewards:
+    """The rewards of the sources' verifiers."""
     names = ", ".join(repr(name) for name in data.verifiers)
     return VerifierRewards(source_scorers(data), f"verifier {names}")
 

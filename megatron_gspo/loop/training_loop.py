@@ -308,11 +308,12 @@ def _prepare_start(
     callbacks: Callbacks,
 ) -> LoopState:
     """Send the weights to the engine, start the callbacks, begin to perturb the engine's routers if
-    configured, and evaluate them at the start of a new run. Prints what the verifier says of
-    itself, and that no step is left where none is.
+    configured, and evaluate them at the start of a new run. Prints what the verifiers say of
+    themselves, and that no step is left where none is.
     """
-    if run.rewards.description is not None:
-        logger.info(run.rewards.description)
+    for description in dict.fromkeys([run.rewards.description, run.eval_rewards.description]):
+        if description is not None:
+            logger.info(description)
     if state.step >= run.config.training.steps:
         logger.info(
             f"{run.config.run_dir} is trained: it is at step {state.step}, training.steps is "
@@ -370,4 +371,4 @@ def _evaluate(run: Components, version: int, timers: Timers) -> dict[str, float]
     if not run.trains_on_rollouts:  # the held-out samples are the engine's only ones
         with timers("weight_sync"):
             run.eval_groups.update_weights(run.weights, version=version)
-    return evaluate(run.eval_groups, run.rewards, run.eval_prompts, run.config, timers)
+    return evaluate(run.eval_groups, run.eval_rewards, run.eval_prompts, run.config, timers)

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.config.building import ENVIRONMENT, assert_refused, build
+from tests.config.building import ENVIRONMENT, assert_refused, build, refused
 
 NO_TASK = ["data.task=null", "data.verifier=null"]
 
@@ -69,7 +69,29 @@ NO_TASK = ["data.task=null", "data.verifier=null"]
             'data.verifier_options.request_timeout = "20s":',
             "set one above 0",
         ),
-        (["data.verifier=reward_model"], "data.verifier_timeout = 10.0:", "timeout: null"),
+        (["data.verifier=reward_model"], "data.verifier_timeout = 10.0:", "set it to null"),
+        (
+            ["evaluation.verifier=regex"],
+            'evaluation.verifier = "regex":',
+            "path/to/file.py:function",
+        ),
+        (["evaluation.verifier=code"], "evaluation.verifier_timeout = 10.0:", "set at least 39,"),
+        (
+            ["evaluation.verifier=reward_model"],
+            "evaluation.verifier_timeout = 10.0:",
+            "set it to null",
+        ),
+        (
+            [
+                *NO_TASK,
+                "data.sources=[{name: a, prompts: x, eval_prompts: y, verifier: judge,"
+                " verifier_timeout: 99, answer_key: null}]",
+                "data.answer_key=null",
+                "evaluation.verifier=exact_match",
+            ],
+            "data.sources.a.answer_key = null:",
+            "name the field",
+        ),
         (["data.prompt_template='Q:'"], "data.prompt_template =", "{question}"),
         (["data.system_prompt=Hi"], "data.system_prompt =", "data.chat_template: true"),
         (
@@ -130,3 +152,8 @@ def test_no_reference_answers_where_agents_or_an_environment_give_the_rewards(
 ) -> None:
     config = build(plain, *NO_TASK, "data.prompts=x.jsonl", "data.answer_key=null", rewards)
     assert config.data.answer_key is None
+
+
+def test_a_missing_file_of_the_verifier_of_held_out_responses(plain: dict) -> None:
+    message = refused(plain, "evaluation.verifier=nowhere.py:score", world_size=4)
+    assert message.startswith("evaluation.verifier =") and "no such file: nowhere.py" in message

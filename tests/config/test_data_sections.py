@@ -40,3 +40,15 @@ def test_a_source_has_its_own_keys_and_those_of_the_section() -> None:
     assert data.has_eval_prompts and not DataConfig(prompts="a").has_eval_prompts
     alone = DataConfig(prompts="a")
     assert alone.by_source == {"": alone}
+
+
+def test_one_verifier_for_all_sources() -> None:
+    sources = (
+        SourceConfig(name="a", prompts="a", verifier="judge", verifier_timeout=99.0),
+        SourceConfig(name="b", prompts="b", verifier_options={"style": "tag"}, answer_key="x"),
+    )
+    data = DataConfig(sources=sources).with_verifier("math_verify", {"style": "boxed"}, 5.0)
+    for source, answer_key in zip(data.by_source.values(), ("answer", "x"), strict=True):
+        assert source.resolved_verifier == "math_verify" and source.verifier_timeout == 5.0
+        assert source.resolved_verifier_options == {"style": "boxed"}
+        assert source.answer_key == answer_key

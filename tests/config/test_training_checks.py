@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.config.building import PPO, assert_refused, build, refused
+from tests.config.building import ENVIRONMENT, PPO, assert_refused, build, refused
 
 
 @pytest.mark.parametrize(
@@ -38,6 +38,21 @@ from tests.config.building import PPO, assert_refused, build, refused
             ["evaluation.n_samples=4", "evaluation.temperature=0"],
             "evaluation.n_samples = 4:",
             "temperature",
+        ),
+        (
+            ["evaluation.verifier=exact_match", "data.task.eval_size=0"],
+            'evaluation.verifier = "exact_match":',
+            "data.eval_prompts",
+        ),
+        (
+            ["evaluation.verifier=exact_match", "data.verifier=null", ENVIRONMENT],
+            'evaluation.verifier = "exact_match":',
+            "remove it",
+        ),
+        (
+            ["evaluation.verifier_options={style: boxed}"],
+            "evaluation.verifier_options =",
+            "set evaluation.verifier",
         ),
         (["evaluation.pass_at_k=[1, 4]"], "evaluation.pass_at_k = [1, 4]:", "n_samples"),
     ],

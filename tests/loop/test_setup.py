@@ -31,7 +31,11 @@ class Closes:
 
 
 def components(
-    groups: Any, eval_groups: Any, rewards: Any, made: Config | None = None
+    groups: Any,
+    eval_groups: Any,
+    rewards: Any,
+    made: Config | None = None,
+    eval_rewards: Any = None,
 ) -> Components:
     return Components(
         config=made or config(),
@@ -41,6 +45,7 @@ def components(
         groups=groups,
         eval_groups=eval_groups,
         rewards=rewards,
+        eval_rewards=rewards if eval_rewards is None else eval_rewards,
         prompts=None,
         eval_prompts=[],
         dropped_prompts=0,
@@ -56,3 +61,10 @@ def test_everything_is_closed_once(held_out: str) -> None:
     with pytest.raises(KeyError), components(groups, sources[held_out], Closes("rewards", ended)):
         raise KeyError
     assert ended == ["rewards", "groups"] + ["held out"] * (held_out == "others")
+
+
+def test_a_verifier_of_held_out_responses_is_closed_too() -> None:
+    ended: list[str] = []
+    rewards, own, groups = (Closes(name, ended) for name in ("rewards", "own", "groups"))
+    components(groups, None, rewards, eval_rewards=own).close()
+    assert ended == ["rewards", "own", "groups"]

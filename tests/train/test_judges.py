@@ -65,11 +65,19 @@ def samples_of(run_dir: Path) -> list[list[dict[str, Any]]]:
     return [[json.loads(line) for line in file.read_text().splitlines()] for file in files]
 
 
+HALF_RIGHT = """
+def score(response, prompt):
+    return float(prompt.answer < "m")
+"""
+
+
 def test_a_source_for_a_ranking_and_one_for_a_reward_model(tmp_path: Path):
+    """And another verifier for held-out responses."""
     rows = [
         {"prompt": f"{WORD} {word}", "answer": word[::-1]} for word in ("sun", "sea", "sky", "dog")
     ]
     prompts = str(write_jsonl(tmp_path / "words.jsonl", rows))
+    (tmp_path / "half_right.py").write_text(HALF_RIGHT)
     model = tiny_model(tmp_path / "model")
     with stand_in() as url:
         ranked = verifier_of("tiny_gspo.yaml", servers=[url]) | {"verifier": "judge_ranking"}
@@ -85,15 +93,17 @@ def test_a_source_for_a_ranking_and_one_for_a_reward_model(tmp_path: Path):
                 "verifier": None,
                 "sources": [
                     {"name": "ranked", "prompts": prompts, **ranked},
-                    {"name": "modelled", "prompts": prompts, **modelled},
+                    {"name": "modelled", "prompts": prompts, "eval_prompts": prompts, **modelled},
                 ],
             },
             training={"steps": 2},
+            evaluation={"verifier": f"{tmp_path / 'half_right.py'}:score"},
             tracking={"samples_per_step": 16},
             checkpoint={"export_hf": False},
         )
         launch(config, 2)
-    steps = records(tmp_path / "run")
+    before, *steps = records(tmp_path / "run")
+    assert [row["eval/accuracy"] for row in (before, steps[-1])] == [0.5, 0.5]
     assert len(steps) == 2 and all(row["verifier/error"] == 0 for row in steps)
     groups: dict[tuple[int, int], list[dict[str, Any]]] = {}
     for step, samples in enumerate(samples_of(tmp_path / "run")):

@@ -30,6 +30,7 @@ from megatron_gspo.tools.compare.study import (
     verdict_of,
 )
 from megatron_gspo.tools.compare.study_plan import arguments_of
+from megatron_gspo.tracking.progress import are_accuracies
 from megatron_gspo.tracking.run_directory import write_atomically
 
 # Figures of a run, and metrics whose means over its steps follow them in a line of runs.csv.
@@ -204,7 +205,7 @@ def _p_values(difference: Difference | None) -> str:
 
 
 def _incidents(study: Study) -> list[str]:
-    """Failed, incomplete and missing runs, by name."""
+    """Failed, incomplete and missing runs, by name; and whether rewards are no accuracies."""
     lines = []
     for run in study.runs:
         if run.status == "failed":
@@ -213,4 +214,10 @@ def _incidents(study: Study) -> list[str]:
             lines.append(f"{run.name}: incomplete, step {run.last_step}")
         elif run.status == "missing":
             lines.append(f"{run.name}: missing")
+    rewards = [reward for run in study.runs for reward in series(run, "eval/accuracy").values()]
+    if not are_accuracies(rewards):
+        lines.append(
+            "held-out rewards are beyond 0 to 1 and so no accuracies; evaluation.verifier scores"
+            " held-out responses with another verifier"
+        )
     return lines

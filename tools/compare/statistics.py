@@ -67,17 +67,20 @@ def interval(values: Sequence[float], confidence: float = CONFIDENCE) -> Interva
     return Interval(mean, low, high, count)
 
 
-def interval_text(values: Interval | Difference | None, sign: str = "") -> str:
+def interval_text(
+    values: Interval | Difference | None, sign: str = "", *, scale: float = 100.0, digits: int = 1
+) -> str:
     """In percent, `61.2 [58.0, 64.4]`; without an interval the mean alone.
 
-    sign: `+` shows that of positive means too.
+    sign: `+` shows that of positive means too. scale: 1 is no percent. digits: after the point.
     """
     if values is None:
         return "-"
-    text = f"{100 * values.mean:{sign}.1f}"
+    spec = f"{sign}.{digits}f"
+    text = f"{scale * values.mean:{spec}}"
     if values.low is None or values.high is None:
         return text
-    return f"{text} [{100 * values.low:{sign}.1f}, {100 * values.high:{sign}.1f}]"
+    return f"{text} [{scale * values.low:{spec}}, {scale * values.high:{spec}}]"
 
 
 def bootstrap_interval(values: ArrayLike, confidence: float = CONFIDENCE) -> Interval:

@@ -24,7 +24,7 @@ from megatron_gspo.config.load import flat, read_file
 from megatron_gspo.errors import InputError, RunError
 from megatron_gspo.tools.compare.run_records import FAILURE, figures, read_run
 from megatron_gspo.tools.compare.study_plan import Comparison, RunSpec, as_arguments, resolve
-from megatron_gspo.tracking.progress import format_time
+from megatron_gspo.tracking.progress import format_time, held_out_text
 from megatron_gspo.tracking.run_directory import write_atomically
 
 _POLL = 0.2  # seconds between two checks of the processes
@@ -182,7 +182,7 @@ def _settle(job: _Job) -> None:
 
 
 def _result(job: _Job) -> str:
-    """Such as `gspo seed 1: finished, accuracy 61.2 %, 1:05`."""
+    """Such as `gspo seed 1: finished, accuracy 61.2%, 1:05`."""
     run = read_run(job.spec.run_dir, variant=job.spec.variant, seed=job.spec.seed)
     numbers = figures(run)
     words = [f"{job.spec.name}: {run.status}"]
@@ -191,7 +191,7 @@ def _result(job: _Job) -> str:
     if numbers.collapsed:
         words.append("collapsed")
     if numbers.final_accuracy is not None:
-        words.append(f"accuracy {100 * numbers.final_accuracy:.1f} %")
+        words.append(held_out_text(numbers.final_accuracy))
     words.append(format_time(time.monotonic() - job.started))
     return ", ".join(words)
 

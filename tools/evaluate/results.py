@@ -12,14 +12,18 @@ from megatron_gspo.config import Config
 from megatron_gspo.errors import printable
 from megatron_gspo.tools.compare.statistics import interval_text
 from megatron_gspo.tools.evaluate.task_scores import TaskScores
+from megatron_gspo.tracking.progress import are_accuracies
 from megatron_gspo.tracking.run_directory import write_atomically
 
 
 def print_scores(scores: Sequence[TaskScores]) -> None:
     """A line per task and model on stdout."""
     for each in scores:
-        words = [f"mean@{each.samples} {interval_text(each.accuracy)} %"]
-        words += [f"pass@{k} {interval_text(p)}" for k, p in each.pass_at_k.items() if k > 1]
+        if are_accuracies([each.accuracy.mean]):
+            words = [f"mean@{each.samples} {interval_text(each.accuracy)} %"]
+            words += [f"pass@{k} {interval_text(p)}" for k, p in each.pass_at_k.items() if k > 1]
+        else:
+            words = [f"mean reward {interval_text(each.accuracy, scale=1.0, digits=3)}"]
         words += [f"{count} rows left out: {reason}" for reason, count in each.left_out.items()]
         if each.failures:
             words.append(f"{each.failures} responses without a score")

@@ -73,13 +73,13 @@ def load_tasks(
     if not files:
         refuse_visible_run(config)
         _, held_out, _ = load_data(config, tokenizer)
-        return held_out_tasks(held_out, config.data)
+        return held_out_tasks(held_out, config.evaluation_data)
     task_names(files)
     tasks = tuple(
         load_task(
             file,
             tokenizer,
-            config.data,
+            config.evaluation_data,
             given,
             window,
             limit,

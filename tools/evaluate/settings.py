@@ -68,6 +68,12 @@ def evaluation_config(
             "server_args": [*section.get("server_args", []), *(server_args or {}).get(engine, ())],
         }
         data[engine] = section | ({"urls": list(urls)} if urls else own)
+    if "verifier" in given.get("data", {}):  # for this evaluation, unlike that of the run
+        data["evaluation"] = {
+            key: value
+            for key, value in data.get("evaluation", {}).items()
+            if not key.startswith("verifier")
+        }
     if tasks:
         data["data"] = data.get("data", {}) | {
             "task": None,
@@ -75,8 +81,9 @@ def evaluation_config(
             "prompts": str(tasks[0]),
             "eval_prompts": str(tasks[0]),
         }
-        if data["data"].get("verifier") == "reasoning_gym":  # of the run's task
-            data["data"]["verifier"] = None
+        for section in (data["data"], data.get("evaluation", {})):
+            if section.get("verifier") == "reasoning_gym":  # of the run's task
+                section["verifier"] = None
     return Config.from_dict(apply_overrides(data, overrides))
 
 

@@ -22,6 +22,7 @@ from megatron_gspo.data.sample import Prompt
 from megatron_gspo.tools.evaluate.layouts import Layout, LeftOut, layout_of
 
 Window = tuple[datetime | None, datetime | None]
+_VERIFIERS = ("data.verifier", "evaluation.verifier")
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,7 @@ def load_task(
 ) -> Task:
     """Read a task file (kinds: ``read_rows``); of a data set with splits, the held-out one.
 
-    data: format and verifier. given: the keys of it that the user has set for this evaluation,
+    data: format and verifier. given: the keys that the user has set for this evaluation,
     ``data.verifier`` for example; they win over those of the file's layout. window: first and last
     time of the problems' dates; a date is its midnight. limit: most prompts. scored_by_agents: see
     ``check_data``.
@@ -94,7 +95,7 @@ def load_task(
         data = replace(
             data, prompt_key="prompt", answer_key="answer" if layout.has_answer else None
         )
-    if layout.verifier is not None and "data.verifier" not in given:
+    if layout.verifier is not None and not any(key in given for key in _VERIFIERS):
         data = replace(data, verifier=layout.verifier, verifier_options={})
     if "data.overlong_prompts" not in given:
         data = replace(data, overlong_prompts="error")

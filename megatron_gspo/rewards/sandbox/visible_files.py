@@ -57,5 +57,5 @@ def refuse_visible_run(config: Config) -> None:
         section = f"data.sources.{name}" if name else "data"
         paths[f"{section}.prompts"] = source.prompts
         paths[f"{section}.eval_prompts"] = source.eval_prompts
-    if "code" in data.verifiers:
+    if "code" in (*data.verifiers, config.evaluation.verifier):
         refuse_visible_files(data.code, paths)

@@ -8,6 +8,7 @@ import pytest
 
 from megatron_gspo.config import ConfigError, DataConfig, SourceConfig
 from megatron_gspo.config.code_section import CodeConfig
+from megatron_gspo.config.training_sections import EvaluationConfig
 from megatron_gspo.rewards.sandbox import visible_files
 from megatron_gspo.rewards.sandbox.isolation import Interpreter
 from megatron_gspo.rewards.sandbox.visible_files import refuse_visible_files, refuse_visible_run
@@ -61,6 +62,13 @@ def test_others_are_not(visible, tmp_path, monkeypatch):
     )
 
 
+def run(data: DataConfig, **evaluation: str) -> SimpleNamespace:
+    model = SimpleNamespace(path="model")
+    return SimpleNamespace(
+        data=data, evaluation=EvaluationConfig(**evaluation), model=model, run_dir="run"
+    )
+
+
 @pytest.mark.parametrize("name", ["", "maths"])
 def test_a_run_names_the_key(visible, tmp_path, monkeypatch, name):
     monkeypatch.chdir(tmp_path)
@@ -70,15 +78,19 @@ def test_a_run_names_the_key(visible, tmp_path, monkeypatch, name):
         words = SourceConfig(name="words", prompts="words.jsonl")
         data = DataConfig(sources=(words, SourceConfig(name=name, **files)))
     section = f"data.sources.{name}" if name else "data"
-
-    def config(data: DataConfig) -> SimpleNamespace:
-        return SimpleNamespace(data=data, model=SimpleNamespace(path="model"), run_dir="run")
-
     with pytest.raises(
         ConfigError, match=f"{section}.eval_prompts = .* can read .*lib, and this with it"
     ):
-        refuse_visible_run(config(data))
-    refuse_visible_run(config(replace(data, verifier="exact_match", sources=())))
+        refuse_visible_run(run(data))
+    refuse_visible_run(run(replace(data, verifier="exact_match", sources=())))
+
+
+def test_programs_of_held_out_responses_alone(visible, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    data = DataConfig(prompts=f"{visible}/train.jsonl")
+    refuse_visible_run(run(data))
+    with pytest.raises(ConfigError, match=r"data.prompts = .* can read .*lib, and this with it"):
+        refuse_visible_run(run(data, verifier="code"))
 
 
 @pytest.mark.skipif(not os.path.isdir("/usr/lib/python3"), reason="not Debian")

@@ -71,3 +71,13 @@ def test_one_line_an_evaluation(report):
     assert [line["tokens"] for line in of_second] == ["100", "200", "300"]
     assert of_second[-1]["accuracy"] == "0.7"
     assert {line["seed"] for line in lines} == {"1", "2"}
+
+
+def test_rewards_that_are_no_accuracies_are_told(report, tmp_path: Path):
+    assert "no accuracies" not in (report[0] / "report.html").read_text()
+    comparison = load_comparison(write_comparison(tmp_path))
+    for spec in planned_runs(comparison):
+        write_run(spec.run_dir, [-2.0, -1.5, 0.5])
+    write_report(read_study(comparison, COMMAND), tmp_path / "out")
+    page = (tmp_path / "out" / "report.html").read_text()
+    assert page.count("held-out rewards are beyond 0 to 1") == 1

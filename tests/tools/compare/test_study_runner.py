@@ -68,7 +68,7 @@ def test_finished_and_failed_runs_are_not_started_again(comparison, capsys):
     execute(comparison, specs, slots=2, command=make)
     lines = capsys.readouterr().err.splitlines()
     assert [line.split()[0] for line in lines] == ["1/3", "2/3", "3/3"]
-    assert any("gspo seed 1: finished, accuracy 25.0 %, 0:0" in line for line in lines)
+    assert any("gspo seed 1: finished, accuracy 25.0%, 0:0" in line for line in lines)
     assert any("grpo seed 1: failed, step 1: the gradient is not finite" in line for line in lines)
     failed = read_run(specs[0].run_dir, variant="grpo", seed=1)
     assert (failed.status, failed.message) == ("failed", "step 1: the gradient is not finite")

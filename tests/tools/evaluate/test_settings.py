@@ -94,6 +94,26 @@ def test_tasks_replace_the_runs_own(tmp_path):
     assert with_own_verifier.data.resolved_verifier == "a.py:f"
 
 
+def test_the_verifier_of_held_out_responses_is_the_runs_or_the_users(tmp_path):
+    evaluation = {"verifier": "exact_match", "verifier_options": {"style": "boxed"}}
+    folder = run(tmp_path, evaluation=evaluation)
+
+    def scored_by(*overrides, tasks=()):
+        data = evaluation_config(folder, tasks, OUT, overrides).evaluation_data
+        return data.resolved_verifier, data.verifier_options
+
+    assert scored_by() == ("exact_match", {"style": "boxed"})
+    assert scored_by(tasks=[Path("t.jsonl")]) == ("exact_match", {"style": "boxed"})
+    assert scored_by("data.verifier=math_verify") == ("math_verify", {})
+    assert scored_by("evaluation.verifier=reasoning_gym", "evaluation.verifier_options={}") == (
+        "reasoning_gym",
+        {},
+    )
+    of_task = run(tmp_path / "b", evaluation={"verifier": "reasoning_gym"})
+    config = evaluation_config(of_task, [Path("t.jsonl")], OUT)
+    assert config.evaluation_data.resolved_verifier == "exact_match"
+
+
 @pytest.mark.parametrize(
     ("engine", "expected"),
     [("embedded", "embedded"), ("sft", "embedded"), ("sglang", "sglang"), ("vllm", "vllm")],

@@ -8,6 +8,7 @@ import pytest
 from megatron_gspo.config import DataConfig
 from megatron_gspo.data.sample import Prompt
 from megatron_gspo.tools.compare.statistics import bootstrap_interval
+from megatron_gspo.tools.evaluate.results import print_scores
 from megatron_gspo.tools.evaluate.task_files import Task
 from megatron_gspo.tools.evaluate.task_scores import (
     prompt_accuracy,
@@ -75,3 +76,12 @@ def test_differences_are_paired():
     # each prompt gains the same: no spread, though the accuracies overlap
     assert (scores.difference.low, scores.difference.high) == pytest.approx((0.1, 0.1))
     assert scores.accuracy.low < bootstrap_interval(first[:, 0]).high
+
+
+def test_rewards_beyond_0_to_1_are_no_percentages(capsys):
+    print_scores([score_task(task(2), "model", None, records({0: [-2.0, -3.0], 1: [-2.0, -3.0]}))])
+    print_scores([score_task(task(2), "model", None, records({0: [1.0, 0.0], 1: [1.0, 0.0]}))])
+    rewards, accuracies = capsys.readouterr().out.splitlines()
+    assert "mean reward -2.500 [-2.500, -2.500]" in rewards
+    assert "%" not in rewards and "pass@" not in rewards
+    assert "mean@2 50.0 [50.0, 50.0] %, pass@2 100.0 [100.0, 100.0]" in accuracies
