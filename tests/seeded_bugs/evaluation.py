@@ -27,6 +27,15 @@ EVALUATION = (
         test="tests/tools/evaluate/test_task_scores.py::test_differences_are_paired",
     ),
     SeededBug(
+        name="held-out responses are scored like those of training",
+        file="megatron_gspo/loop/training_loop.py",
+        before="evaluate(run.eval_groups, run.eval_rewards,",
+        after="evaluate(run.eval_groups, run.rewards,",
+        test=(
+            "tests/train/test_judges.py::test_a_source_for_a_ranking_and_one_for_a_reward_model"
+        ),
+    ),
+    SeededBug(
         name="what a kill left of a prompt stays in the file",
         file="tools/evaluate/response_file.py",
         before="self._file.truncate(end)",
