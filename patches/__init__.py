@@ -12,11 +12,12 @@ from __future__ import annotations
 def apply_patches() -> None:
     """Apply every patch that this machine and these versions need.
 
-    Must run before the first ``import megatron.core``: Megatron reads device names and stream types
-    while it is being imported. Raises ``ImportError`` naming the missing upstream symbol when an
-    upstream's shape is unknown.
+    On a machine without a GPU it must run before the first ``import megatron.core``: Megatron reads
+    device names and stream types while it is being imported. Raises ``ImportError`` with the name
+    of an upstream symbol that is missing.
     """
     from megatron_gspo.patches import (
+        expert_gradients,
         gradient_accumulation,
         gradient_norm,
         megatron_on_cpu,
@@ -32,6 +33,7 @@ def apply_patches() -> None:
         te_general_gemm,
         moe_uneven_collectives,
         moe_retained_activations,
+        expert_gradients,
         gradient_norm,
         gradient_accumulation,
     ):

@@ -22,15 +22,37 @@ Delete when (3 stays): the oldest supported megatron-core is 0.19.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
+from megatron_gspo.patches.mark import replace
 
-def apply(model: Any, config: Any) -> int:
-    """Mark the experts' parameters of one model chunk, before Megatron's DistributedDataParallel
-    reads the marks.
+
+def apply() -> None:
+    """Let Megatron's DistributedDataParallel mark the experts' parameters before it reads the
+    marks.
+    """
+    from megatron.core.distributed import DistributedDataParallel
+
+    replace(DistributedDataParallel, "__init__", _marking)
+
+
+def _marking(original: Any) -> Any:
+    @functools.wraps(original)
+    def __init__(
+        self: Any, config: Any, ddp_config: Any, module: Any, *args: Any, **kwargs: Any
+    ) -> None:
+        mark_experts(module, config)
+        original(self, config, ddp_config, module, *args, **kwargs)
+
+    return __init__
+
+
+def mark_experts(model: Any, config: Any) -> int:
+    """Mark the experts' parameters of one model chunk.
 
     ``model`` is a Megatron ``GPTModel``; ``config`` its ``TransformerConfig``. Returns how many
-    parameters changed.
+    parameters changed. Calling it again changes nothing.
     """
     if config.num_moe_experts is None:
         return 0
@@ -51,9 +73,8 @@ def apply(model: Any, config: Any) -> int:
             parameter.allreduce = False
             changed += 1
         if whole:
-            parameter.tensor_model_parallel = (
-                True  # every rank's experts count: none is a copy within its own group
-            )
+            # Every rank's experts count: none is a copy within its own group.
+            parameter.tensor_model_parallel = True
     return changed
 
 

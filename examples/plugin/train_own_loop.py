@@ -1,7 +1,11 @@
-"""GSPO in a Megatron-Core loop of your own: torchrun --nproc-per-node 2
-examples/plugin/train_own_loop.py
+"""GSPO in a Megatron-Core loop of your own.
+
+torchrun --nproc-per-node 2 examples/plugin/train_own_loop.py
 """
 
+import megatron_gspo.mcore  # noqa: F401  first: it corrects Megatron, and lets it run without a GPU
+
+# isort: split
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -19,9 +23,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron_gspo.algorithms import group_advantages, preset
 from megatron_gspo.data.packing import PackedBatch, pack
 from megatron_gspo.data.sample import Sample
-from megatron_gspo.mcore.forward_step import (
-    policy_forward_step,  # first: lets Megatron-Core run where there is no GPU
-)
+from megatron_gspo.mcore.forward_step import policy_forward_step
 from megatron_gspo.mcore.layers import block_spec
 
 

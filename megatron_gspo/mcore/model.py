@@ -216,7 +216,7 @@ def build_model(
             use_own_operators(chunk, shape)
         if shape.is_moe:
             attach_router_hooks(chunk)
-        expert_gradients.apply(chunk, config)
+        expert_gradients.mark_experts(chunk, config)  # adapters copy the marks
         if torch.cuda.is_available() and not _on_meta_device():
             chunk.cuda()
         if torch_dtype(model) != torch.float32:

@@ -60,15 +60,15 @@ def guarded_and_not(rank: int, world_size: int, path: str) -> dict[str, Any]:
     layout = parallel(tensor=2)
     tensor = policy_in(path, layout)
     with_patch = gradients(tensor)
-    again = expert_gradients.apply(unwrap(tensor.chunks[0]), tensor.config)
-    apply = expert_gradients.apply
-    expert_gradients.apply = lambda model, config: 0
+    again = expert_gradients.mark_experts(unwrap(tensor.chunks[0]), tensor.config)
+    mark_experts = expert_gradients.mark_experts
+    expert_gradients.mark_experts = lambda model, config: 0
     try:
         without_patch = gradients(policy_in(path, layout))
         bare = build_model(tensor.shape, layout, model_config(), tensor.groups)[0]
     finally:
-        expert_gradients.apply = apply
-    changed = apply(bare, bare.config)
+        expert_gradients.mark_experts = mark_experts
+    changed = mark_experts(bare, bare.config)
     errors = {
         key: worst_error(outcome, truth)
         for key, outcome in [
