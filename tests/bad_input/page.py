@@ -62,9 +62,10 @@ FIXES = {
     ),
     "missing weight": "weights of another model, or an incomplete download",
     "no end token": "set `eos_token_id` in the model's `generation_config.json`",
-    "tokenizer of another model": "tokenizer and `config.json` are of different models",
+    "tokenizer of another model": (
+        "tokenizer and `config.json` are of different models, or padding was not removed"
+    ),
     "positive log-prob": "probabilities or logits instead of log-probs",
-    "token outside the vocabulary": "another tokenizer, or padding that was not removed",
     "server of another model": (
         "the server has another model, or ignores a key, as "
         "[SGLang tied embeddings](sglang.md#agreement-of-the-engines)"
@@ -82,7 +83,8 @@ def messages(cases: tuple[Case, ...]) -> str:
     fixes: dict[str, str] = {}
     for case in cases:
         if case.name in FIXES:
-            phrase = f"{case.phrase}..." if case.phrase.endswith(" ") else case.phrase
+            phrase = re.sub(r"[1-9]\d*", "...", case.phrase)  # numbers are those of the case
+            phrase = f"{phrase}..." if phrase.endswith(" ") else phrase
             fixes.setdefault(phrase, FIXES[case.name])
     table_lines = [f"| `{phrase}` | {fix} |" for phrase, fix in fixes.items()]
     return "\n".join(["| message contains | cause, fix |", "| --- | --- |", *table_lines])

@@ -150,6 +150,7 @@ def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Any]:
             groups=groups,
             eval_groups=groups,
             rewards=closes,
+            eval_rewards=closes,
             prompts=PromptSource(prompts),
             eval_prompts=prompts[:1],
             dropped_prompts=0,

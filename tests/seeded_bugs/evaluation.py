@@ -31,9 +31,7 @@ EVALUATION = (
         file="megatron_gspo/loop/training_loop.py",
         before="evaluate(run.eval_groups, run.eval_rewards,",
         after="evaluate(run.eval_groups, run.rewards,",
-        test=(
-            "tests/train/test_judges.py::test_a_source_for_a_ranking_and_one_for_a_reward_model"
-        ),
+        test=("tests/train/test_judges.py::test_a_source_for_a_ranking_and_one_for_a_reward_model"),
     ),
     SeededBug(
         name="what a kill left of a prompt stays in the file",

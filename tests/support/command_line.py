@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import io
 import json
 import multiprocessing
+import sys
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,7 +23,7 @@ from megatron_gspo.rollout.engine_protocol import RolloutEngine
 from megatron_gspo.train import main, train
 from tests.support.training_runs import WORD, base_config
 
-LIMIT = 600.0  # seconds
+LIMIT = 300.0  # seconds
 VERIFIER = Path(__file__).with_name("spelling_verifier.py")
 ROWS = [
     {"prompt": f"{WORD} {word}", "answer": word[::-1]}
@@ -130,6 +132,7 @@ def in_fork(action: Callable[[], None]) -> Outcome:
 
 
 def _send_outcome(action: Callable[[], int | None], sender: Connection) -> None:
+    faulthandler.dump_traceback_later(LIMIT - 10.0, file=sys.__stderr__)  # of what hangs
     text = io.StringIO()
     with contextlib.redirect_stderr(text), contextlib.redirect_stdout(io.StringIO()):
         try:
