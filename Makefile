@@ -81,7 +81,7 @@ test-vllm: install
 newest:
 	.ci/newest.sh $(PARTS)
 
-# Every layout against float64 under the installed megatron-core: two hours of two cores.
+# Every layout against float64 under the installed megatron-core: three hours of two cores.
 proof: install
 	$(RUN) -m tests.equivalence.proof $(ARGS)
 

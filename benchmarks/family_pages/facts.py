@@ -38,7 +38,8 @@ class Variant:
 @dataclass(frozen=True)
 class FamilyFacts:
     """A page. about: a sentence; download: text below the commands; engines, proven: text of these
-    sections; models: of ``tests.equivalence.layouts.MEASURED``.
+    sections; models: of ``tests.equivalence.layouts.MEASURED``; prepare: commands between the
+    download and the start.
     """
 
     page: str
@@ -49,6 +50,7 @@ class FamilyFacts:
     engines: str
     proven: str
     models: tuple[str, ...]
+    prepare: tuple[str, ...] = ()
 
 
 def read_facts() -> list[FamilyFacts]:

@@ -66,13 +66,13 @@ def _billions(number: int) -> str:
 
 
 def smallest_start(facts: FamilyFacts, configs: Sequence[ReadyConfig]) -> str:
-    """The download of the model of the config with the fewest GPUs, the config's command, and what
-    to know of the files.
+    """The download of the model of the config with the fewest GPUs, what prepares its files, the
+    config's command, and what to know of the files.
     """
     first = configs[0]
     variant = next(variant for variant in facts.variants if variant.name == first.model)
     download = f"hf download {variant.repository} --local-dir /models/{variant.name}"
-    commands = "\n".join(map(wrapped, (download, first.command)))
+    commands = "\n".join(map(wrapped, (download, *facts.prepare, first.command)))
     return f"```bash\n{commands}\n```" + (f"\n\n{filled(facts.download)}" if facts.download else "")
 
 

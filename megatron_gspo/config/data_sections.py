@@ -111,7 +111,9 @@ class DataConfig:
     verifier_options: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of the verifier."""
     verifier_timeout: Annotated[float, Gt(0)] | None = 10.0
-    """Seconds per response; null verifies in the trainer's process, without a limit."""
+    """Seconds per response, or per batch for verifiers of batches; null verifies in the trainer's
+    process, without a limit.
+    """
     verifier_failure_reward: float | None = None
     """Reward where verification failed; null excludes the response."""
     verifier_workers: Annotated[int, Ge(1)] = 1

@@ -131,7 +131,7 @@ class RoutingConfig:
     missing_routes: Literal["error", "live"] = "error"
     """With r3, tokens without a route: stop, or use the live router."""
     storage: Literal["device", "host"] = "device"
-    """Memory of recorded routes: GPU or pinned host memory."""
+    """Where a pass keeps its routes until it ends: GPU or pinned host memory."""
     metrics: bool = True
     """Log routing/* (docs/metrics.md)."""
     metric_sequences: Annotated[int, Ge(1)] = 8
