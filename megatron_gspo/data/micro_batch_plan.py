@@ -15,7 +15,8 @@ import numpy as np
 
 from megatron_gspo.data.schedule import Schedule, padded_length, schedule, step_targets
 
-Rows = Sequence[int]
+Positions = Sequence[int]
+"""Of sequences in a batch."""
 
 # Largest ratio of a mini-batch's step_cost to that of a schedule that ignores homes.
 _LONGER = 1.02
@@ -62,7 +63,7 @@ class PackingRules:
 class MicroBatchPlan:
     """The micro-batches of all replicas; each has as many."""
 
-    rows: Schedule
+    micro_batches: Schedule
     """[replica][micro-batch] -> positions of its sequences."""
 
     seq_length: int
@@ -82,24 +83,29 @@ class MicroBatchPlan:
     """Cost of the costliest micro-batch of each step, summed: replicas wait for each other. A token
     of padding costs as much as the mean token."""
 
+    @property
+    def num_micro_batches(self) -> int:
+        """Of each replica."""
+        return len(self.total_multiples)
+
     def replica_of(self) -> np.ndarray:
         """[n]: the replica of each sequence."""
-        counts = [sum(map(len, batches)) for batches in self.rows]
+        counts = [sum(map(len, of_replica)) for of_replica in self.micro_batches]
         owners = np.empty(sum(counts), dtype=np.int32)
-        for replica, batches in enumerate(self.rows):
-            for positions in batches:
+        for replica, of_replica in enumerate(self.micro_batches):
+            for positions in of_replica:
                 owners[positions] = replica
         return owners
 
-    def within(self, positions: Rows) -> MicroBatchPlan:
+    def within(self, positions: Positions) -> MicroBatchPlan:
         """The same micro-batches, naming sequence i by its position `positions[i]` in a larger
         batch.
         """
-        rows = [
-            [[positions[i] for i in micro_batch] for micro_batch in micro_batches]
-            for micro_batches in self.rows
+        micro_batches = [
+            [[positions[i] for i in micro_batch] for micro_batch in of_replica]
+            for of_replica in self.micro_batches
         ]
-        return replace(self, rows=rows)
+        return replace(self, micro_batches=micro_batches)
 
 
 def plan_micro_batches(
@@ -118,24 +124,24 @@ def plan_micro_batches(
     padded = rules.padded(lengths)
     costs = padded if costs is None else costs
     if replica is None:
-        rows = _free(padded, costs, rules)
+        micro_batches = _free(padded, costs, rules)
     else:
-        rows = _assigned(padded, costs, rules, replica)
+        micro_batches = _assigned(padded, costs, rules, replica)
     multiple = rules.total_multiple
     # By replica and micro-batch; an empty one has the tokens of the dummy.
-    tokens = _sums(padded, rows)
+    tokens = _sums(padded, micro_batches)
     totals = np.maximum(-(-tokens // multiple), 1) * multiple
     longest = int(totals.max())
     if rules.same_length:
         totals[:] = longest
         multiple = longest
     padding_cost = (totals - tokens) * (costs.sum() / max(padded.sum(), 1))
-    step_costs = (_sums(costs, rows) + padding_cost).max(axis=0)
+    step_costs = (_sums(costs, micro_batches) + padding_cost).max(axis=0)
     return MicroBatchPlan(
-        rows=rows,
+        micro_batches=micro_batches,
         seq_length=longest,
         sequence_multiple=rules.sequence_multiple,
-        total_multiples=(multiple,) * len(rows[0]),
+        total_multiples=(multiple,) * len(micro_batches[0]),
         real_tokens=int(np.sum(lengths)),
         packed_tokens=int(totals.sum()),
         step_cost=float(step_costs.sum()),
@@ -144,9 +150,12 @@ def plan_micro_batches(
 
 def joined(plans: Sequence[MicroBatchPlan]) -> MicroBatchPlan:
     """The micro-batches of plans that name positions in the same batch, plan after plan."""
-    replicas = range(len(plans[0].rows))
+    replicas = range(len(plans[0].micro_batches))
     return MicroBatchPlan(
-        rows=[[batch for plan in plans for batch in plan.rows[replica]] for replica in replicas],
+        micro_batches=[
+            [micro_batch for plan in plans for micro_batch in plan.micro_batches[replica]]
+            for replica in replicas
+        ],
         seq_length=max(plan.seq_length for plan in plans),
         sequence_multiple=plans[0].sequence_multiple,
         total_multiples=tuple(multiple for plan in plans for multiple in plan.total_multiples),
@@ -158,7 +167,7 @@ def joined(plans: Sequence[MicroBatchPlan]) -> MicroBatchPlan:
 
 def plan_passes(
     lengths: np.ndarray,
-    epochs: Sequence[Sequence[Rows]],
+    epochs: Sequence[Sequence[Positions]],
     rules: PackingRules,
     homes: np.ndarray | None,
     *,
@@ -183,10 +192,11 @@ def plan_passes(
     replica = np.zeros(len(lengths), dtype=np.int32)
     if homes is None and len(epochs) == 1:
         free_plans = [
-            plan_micro_batches(lengths[rows], rules, costs=costs[rows]) for rows in epochs[0]
+            plan_micro_batches(lengths[positions], rules, costs=costs[positions])
+            for positions in epochs[0]
         ]
-        for rows, plan in zip(epochs[0], free_plans, strict=True):
-            replica[rows] = plan.replica_of()
+        for positions, plan in zip(epochs[0], free_plans, strict=True):
+            replica[positions] = plan.replica_of()
         return replica, [free_plans]
     if rules.replicas > 1:
         loads = _shared_loads(rules.padded(lengths), costs, epochs[0], rules)
@@ -203,17 +213,17 @@ def plan_passes(
             if _step_cost(plans) > _LONGER * _step_cost(level_plans):
                 return anywhere, level_plans
         return replica, plans
-    for number, rows in enumerate(epochs[0]):
-        free_plan = plan_micro_batches(lengths[rows], rules, costs=costs[rows])
+    for number, positions in enumerate(epochs[0]):
+        free_plan = plan_micro_batches(lengths[positions], rules, costs=costs[positions])
         if plans[0][number].step_cost > _LONGER * free_plan.step_cost:
             plans[0][number] = free_plan
-            replica[rows] = free_plan.replica_of()
+            replica[positions] = free_plan.replica_of()
     return replica, plans
 
 
 def _plans(
     lengths: np.ndarray,
-    epochs: Sequence[Sequence[Rows]],
+    epochs: Sequence[Sequence[Positions]],
     rules: PackingRules,
     replica: np.ndarray,
     costs: np.ndarray,
@@ -221,8 +231,10 @@ def _plans(
     """[pass][mini-batch] the micro-batches of sequences whose replicas are chosen."""
     return [
         [
-            plan_micro_batches(lengths[rows], rules, replica[rows], costs=costs[rows])
-            for rows in batches
+            plan_micro_batches(
+                lengths[positions], rules, replica[positions], costs=costs[positions]
+            )
+            for positions in batches
         ]
         for batches in epochs
     ]
@@ -233,7 +245,7 @@ def _step_cost(plans: Sequence[Sequence[MicroBatchPlan]]) -> float:
 
 
 def _shared_loads(
-    padded: np.ndarray, costs: np.ndarray, mini_batches: Sequence[Rows], rules: PackingRules
+    padded: np.ndarray, costs: np.ndarray, mini_batches: Sequence[Positions], rules: PackingRules
 ) -> list[np.ndarray]:
     """What is shared among the replicas: arrays [n] int64 of each sequence's cost and tokens, or
     with a fixed micro-batch size its number, 1.
@@ -244,14 +256,14 @@ def _shared_loads(
     if rules.micro_batch_size is not None:
         return [np.ones(len(padded), dtype=np.int64)]
     of_a_step = rules.replicas * rules.budget
-    steps = sum(-(-int(padded[rows].sum()) // of_a_step) for rows in mini_batches)
+    steps = sum(-(-int(padded[positions].sum()) // of_a_step) for positions in mini_batches)
     mean = int(costs.sum()) // max(steps * rules.replicas, 1)
     return [np.minimum(costs, max(mean, 1)), padded]
 
 
 def _near_home(
     loads: Sequence[np.ndarray],
-    epochs: Sequence[Sequence[Rows]],
+    epochs: Sequence[Sequence[Positions]],
     replicas: int,
     homes: np.ndarray | None,
 ) -> np.ndarray:
@@ -345,49 +357,52 @@ def _assigned(
     each with the same target for a step."""
     if rules.micro_batch_size is None and padded.size and padded.max() > rules.budget:
         _free(padded, costs, rules)  # raises, with the position among all
-    rows_of = [np.flatnonzero(replica == r) for r in range(rules.replicas)]
+    positions_of = [np.flatnonzero(replica == r) for r in range(rules.replicas)]
     if rules.micro_batch_size is not None:
         size = rules.micro_batch_size
-        plans = [_fixed(len(rows), 1, size, rules.count_multiple)[0] for rows in rows_of]
+        plans = [
+            _fixed(len(positions), 1, size, rules.count_multiple)[0] for positions in positions_of
+        ]
     else:
-        fewest = max(int(-(-padded[rows].sum() // rules.budget)) for rows in rows_of)
+        fewest = max(int(-(-padded[positions].sum() // rules.budget)) for positions in positions_of)
         count = padded_length(max(fewest, 1), rules.count_multiple)
-        targets = step_targets([costs[rows] for rows in rows_of], count)
+        targets = step_targets([costs[positions] for positions in positions_of], count)
         plans = [
             schedule(
-                padded[rows].tolist(),
+                padded[positions].tolist(),
                 num_ranks=1,
                 max_tokens=rules.budget,
-                costs=costs[rows].tolist(),
+                costs=costs[positions].tolist(),
                 multiple_of=rules.count_multiple,
                 targets=targets,
             )[0]
-            for rows in rows_of
+            for positions in positions_of
         ]
     # Empty ones make up the number where some could not be levelled.
     count = max(map(len, plans))
     plans = [plan + [[] for _ in range(count - len(plan))] for plan in plans]
     return [
-        [rows[micro_batch].tolist() for micro_batch in plan]
-        for rows, plan in zip(rows_of, plans, strict=True)
+        [positions[micro_batch].tolist() for micro_batch in plan]
+        for positions, plan in zip(positions_of, plans, strict=True)
     ]
 
 
-def _sums(values: np.ndarray, rows: Schedule) -> np.ndarray:
+def _sums(values: np.ndarray, micro_batches: Schedule) -> np.ndarray:
     """[replica, micro-batch] int64: the sum of the sequences' values."""
-    micro_batches = [micro_batch for of_replica in rows for micro_batch in of_replica]
-    counts = np.array(list(map(len, micro_batches)))
-    ends = np.concatenate([[0], np.cumsum(counts)])
-    positions = np.fromiter(chain.from_iterable(micro_batches), dtype=np.int64, count=ends[-1])
+    every = [micro_batch for of_replica in micro_batches for micro_batch in of_replica]
+    ends = np.concatenate([[0], np.cumsum(list(map(len, every)))])
+    positions = np.fromiter(chain.from_iterable(every), dtype=np.int64, count=ends[-1])
     running = np.concatenate([[0], np.cumsum(values[positions])])
-    return (running[ends[1:]] - running[ends[:-1]]).reshape(len(rows), -1)
+    return (running[ends[1:]] - running[ends[:-1]]).reshape(len(micro_batches), -1)
 
 
 def _fixed(count: int, num_ranks: int, size: int, multiple_of: int) -> Schedule:
     """``size`` sequences per micro-batch, assigned to ranks round-robin; empty micro-batches
     come last.
     """
-    rows = [list(range(start, min(start + size, count))) for start in range(0, count, size)]
-    per_rank = padded_length(max(-(-len(rows) // num_ranks), 1), multiple_of)
-    rows += [[] for _ in range(per_rank * num_ranks - len(rows))]
-    return [rows[rank::num_ranks] for rank in range(num_ranks)]
+    micro_batches = [
+        list(range(start, min(start + size, count))) for start in range(0, count, size)
+    ]
+    per_rank = padded_length(max(-(-len(micro_batches) // num_ranks), 1), multiple_of)
+    micro_batches += [[] for _ in range(per_rank * num_ranks - len(micro_batches))]
+    return [micro_batches[rank::num_ranks] for rank in range(num_ranks)]

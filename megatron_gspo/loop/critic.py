@@ -6,7 +6,7 @@ import numpy as np
 
 from megatron_gspo.config import Config
 from megatron_gspo.data.training_batch import TrainingBatch
-from megatron_gspo.loop.optimizer_steps import averaged_metrics, explained
+from megatron_gspo.loop.optimizer_steps import averaged_metrics, gradient_failure_explained
 from megatron_gspo.loop.reward_scoring import counts_in_group
 from megatron_gspo.loop.step_plan import StepPlan
 from megatron_gspo.loop.timers import Timers
@@ -29,17 +29,17 @@ def run_critic_steps(
     """Train on the mini-batches of a batch with ``values`` and ``returns``;
     ``critic/*`` metrics, means over the optimizer steps."""
     results: list[dict[str, float]] = []
-    for positions, packing in plan.updates:
-        mini_batch = batch.select(positions)
+    for update in plan.updates:
+        mini_batch = batch.select(update.positions)
         if mini_batch.has_trained_tokens:
-            with timers("train_critic"), explained(step, "critic"):
+            with timers("train_critic"), gradient_failure_explained(step, "critic"):
                 results.append(
                     train_critic_mini_batch(
                         critic,
                         mini_batch,
                         config.training,
                         value_clip=config.critic.value_clip,
-                        plan=packing,
+                        plan=update.packing,
                     )
                 )
     return averaged_metrics(results) | explained_variance(batch)

@@ -64,28 +64,31 @@ def run_optimizer_steps(
     teacher: TeacherStates | None = None,
 ) -> Update:
     """Train on a rollout batch: ``ppo_epochs`` passes, one optimizer step for each mini-batch.
-    ``ratios``: those of the updates are added, under the names of their quantiles. ``teacher``: of
-    the micro-batches of all mini-batches, of one epoch.
 
     A mini-batch without a trained token is skipped and counted. Metrics are means over optimizer
     steps.
+
+    Args:
+        ratios: the histograms of the step, by the names of their quantiles; those of the updates
+            are added.
+        teacher: hidden states of the micro-batches of all mini-batches, of one epoch.
     """
     results: list[StepResult] = []
     mini_batches: list[TrainingBatch] = []
-    update = Update({})
-    skipped = 0
+    first_update_metrics: dict[str, float] = {}
     clock = policy.config.timers
     if clock is not None:
         clock.read_and_reset()  # it also timed the old policy's pass
-    micro_batches = 0
-    for number, (positions, packing) in enumerate(plan.updates):
-        first = micro_batches
-        micro_batches += len(packing.rows[0])
-        mini_batch = batch.select(positions)
+    for number, update in enumerate(plan.updates):
+        mini_batch = batch.select(update.positions)
         if not mini_batch.has_trained_tokens:
-            skipped += 1
             continue
-        with timers("train"), explained(step, "optimizer"):
+        teacher_states = None
+        if teacher is not None:
+            teacher_states = teacher.of_micro_batches(
+                update.first_micro_batch, update.packing.num_micro_batches
+            )
+        with timers("train"), gradient_failure_explained(step, "optimizer"):
             result = train_mini_batch(
                 policy,
                 mini_batch,
@@ -93,34 +96,51 @@ def run_optimizer_steps(
                 config.training,
                 temperature=config.rollout.temperature,
                 routing=routing.update_options(number),
-                plan=packing,
+                plan=update.packing,
                 distillation=config.distillation,
-                teacher=teacher and teacher.of_micro_batches(first, len(packing.rows[0])),
+                teacher=teacher_states,
                 score_centering=config.algorithm.centering,
             )
         routing.add_update(
             result.routing, mini_batch, timers, flips=writes_ratios(config, step + 1)
         )
-        # Before it the policy is the old one.
-        if not results and config.algorithm.old_log_probs == "rollout":
-            update.metrics.update(mismatch(mini_batch, result.log_probs, ratios))
-        elif not results and config.algorithm.has_ratio:
-            largest = largest_log_ratio(mini_batch, result.log_probs)
-            update.metrics["log_ratio/first_update"] = largest
+        if not results:
+            first_update_metrics = _first_update_metrics(
+                mini_batch, result.log_probs, config, ratios
+            )
         mini_batches.append(mini_batch)
-        update = Update(update.metrics, mini_batch, result.log_probs, routing.measured.flips)
         results.append(replace(result, routing=None))  # frees the mini-batch's routes
-    metrics = {"updates": float(len(results)), "updates/skipped": float(skipped)}
+    metrics = {
+        "updates": float(len(results)),
+        "updates/skipped": float(len(plan.updates) - len(results)),
+    }
     if config.training.ppo_epochs > 1:
         metrics["updates/repacked"] = plan.repacked
     if not results:
         return Update(metrics)
     if config.algorithm.has_ratio:
         _add_ratios(ratios, mini_batches, [result.log_probs for result in results])
-    metrics |= update.metrics | averaged_metrics(finished_metrics(results, policy))
+    metrics |= first_update_metrics | averaged_metrics(finished_metrics(results, policy))
     metrics |= packing_metrics(policy, results)
     metrics |= clock.read_and_reset() if clock is not None else {}
-    return replace(update, metrics=metrics)
+    return Update(metrics, mini_batches[-1], results[-1].log_probs, routing.measured.flips)
+
+
+def _first_update_metrics(
+    mini_batch: TrainingBatch,
+    log_probs: np.ndarray,
+    config: Config,
+    ratios: dict[str, RatioHistogram],
+) -> dict[str, float]:
+    """What the first update tells of the old policy, whose weights it still has.
+
+    log_probs: [T] of the mini-batch's responses, in that update.
+    """
+    if config.algorithm.old_log_probs == "rollout":
+        return mismatch(mini_batch, log_probs, ratios)
+    if config.algorithm.has_ratio:
+        return {"log_ratio/first_update": largest_log_ratio(mini_batch, log_probs)}
+    return {}
 
 
 def largest_log_ratio(batch: TrainingBatch, log_probs: np.ndarray) -> float:
@@ -133,9 +153,9 @@ def largest_log_ratio(batch: TrainingBatch, log_probs: np.ndarray) -> float:
 
 
 @contextmanager
-def explained(step: int, section: str) -> Iterator[None]:
-    """Turn Megatron's error for a non-finite gradient into a message for the user. section: of the
-    config, with the optimizer's keys."""
+def gradient_failure_explained(step: int, section: str) -> Iterator[None]:
+    """Turn the error for a non-finite gradient, of the optimizer or of Megatron's gradient buffers,
+    into a message for the user. section: of the config, with the optimizer's keys."""
     try:
         yield
     except RuntimeError as error:

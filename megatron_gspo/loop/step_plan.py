@@ -24,6 +24,20 @@ def mini_batches(count: int, size: int, *, seed: int, step: int, epoch: int) -> 
 
 
 @dataclass(frozen=True)
+class PlannedUpdate:
+    """A mini-batch of one optimizer step."""
+
+    positions: list[int]
+    """Of its samples in the rollout batch."""
+
+    packing: MicroBatchPlan
+    """Its micro-batches."""
+
+    first_micro_batch: int
+    """Number of its first micro-batch among those of its epoch."""
+
+
+@dataclass(frozen=True)
 class StepPlan:
     """Which replica has which sample, and how passes are packed; the same on every rank."""
 
@@ -33,8 +47,8 @@ class StepPlan:
     replica: np.ndarray
     """[N], the replica of each sample."""
 
-    updates: list[tuple[list[int], MicroBatchPlan]]
-    """(positions, micro-batches) of each mini-batch, in the order of the optimizer steps."""
+    updates: list[PlannedUpdate]
+    """In the order of the optimizer steps."""
 
     first_epoch: MicroBatchPlan
     """The micro-batches of the first epoch's updates, by positions in the rollout batch. Passes
@@ -49,10 +63,12 @@ class StepPlan:
         """Share of the later epochs' micro-batches that are none of the first epoch's."""
         first = set(_shapes(self.first_epoch))
         every = [
-            batch for positions, plan in self.updates for batch in _shapes(plan.within(positions))
+            micro_batch
+            for update in self.updates
+            for micro_batch in _shapes(update.packing.within(update.positions))
         ]
         later = len(every) - len(first)
-        return sum(batch not in first for batch in every) / later if later else 0.0
+        return sum(micro_batch not in first for micro_batch in every) / later if later else 0.0
 
     def of_samples(self, batch: BatchTable, positions: list[int]) -> MicroBatchPlan:
         """Micro-batches of some samples of the rollout batch, on their replicas."""
@@ -88,19 +104,20 @@ def plan_step(
     first_epoch = joined(
         [plan.within(positions) for positions, plan in zip(epochs[0], plans[0], strict=True)]
     )
-    updates = [
-        (positions, plan)
-        for batches, packed in zip(epochs, plans, strict=True)
-        for positions, plan in zip(batches, packed, strict=True)
-    ]
+    updates = []
+    for batches, packings in zip(epochs, plans, strict=True):
+        first_micro_batch = 0
+        for positions, packing in zip(batches, packings, strict=True):
+            updates.append(PlannedUpdate(positions, packing, first_micro_batch))
+            first_micro_batch += packing.num_micro_batches
     return StepPlan(rules, replica, updates, first_epoch, costs)
 
 
 def _shapes(plan: MicroBatchPlan) -> list[tuple[tuple[int, ...], int]]:
     """The sequences of each micro-batch that has any, and what its length is a multiple of."""
     return [
-        (tuple(batch), multiple)
-        for batches in plan.rows
-        for batch, multiple in zip(batches, plan.total_multiples, strict=True)
-        if batch
+        (tuple(positions), multiple)
+        for of_replica in plan.micro_batches
+        for positions, multiple in zip(of_replica, plan.total_multiples, strict=True)
+        if positions
     ]

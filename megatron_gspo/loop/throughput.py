@@ -62,7 +62,9 @@ def step_work(
         trained = trained + critic.trained
         recomputed = recomputed + critic.recomputed
     updates = [
-        positions for positions, _ in plan.updates if batch.table["trained"][positions].any()
+        update.positions
+        for update in plan.updates
+        if batch.table["trained"][update.positions].any()
     ]
     return StepWork(
         tokens=int(batch.lengths.sum()),

@@ -61,7 +61,7 @@ class PackedBatches(Sequence[PackedBatch]):
     ) -> None:
         self._batch = batch
         self._plan = plan
-        self._rows = plan.rows[replica]
+        self._positions = plan.micro_batches[replica]
         self._optional = optional
         self._routes = routes
         trained = batch.table["trained"]
@@ -71,7 +71,7 @@ class PackedBatches(Sequence[PackedBatch]):
         )
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return len(self._positions)
 
     def __iter__(self) -> Iterator[PackedBatch]:
         return (self[i] for i in range(len(self)))
@@ -88,7 +88,7 @@ class PackedBatches(Sequence[PackedBatch]):
         index = range(len(self))[index]
         packed = pack_responses(
             self._batch,
-            self._rows[index],
+            self._positions[index],
             num_sequences=self._counts[0],
             num_tokens=self._counts[1],
             sequence_multiple=self._plan.sequence_multiple,
@@ -135,7 +135,7 @@ def planned_micro_batches(
     replica = groups.dp.rank()
     layouts = []
     for number, (positions, multiple) in enumerate(
-        zip(plan.rows[replica], plan.total_multiples, strict=True)
+        zip(plan.micro_batches[replica], plan.total_multiples, strict=True)
     ):
         bounds, rows = packed_rows(batch, positions, plan.sequence_multiple, multiple)
         layouts.append(PackLayout(torch.from_numpy(bounds.astype(np.int32)), rows, number))

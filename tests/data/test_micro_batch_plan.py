@@ -59,13 +59,13 @@ def test_every_sequence_is_once_on_its_replica(lengths, rules, size, passes, at_
         for positions, plan in zip(batches, packed, strict=True)
     ]
     for positions, plan in [*mini_batches, (whole, plan_micro_batches(lengths, rules, replica))]:
-        assert len(plan.rows) == rules.replicas
-        assert len({len(micro_batches) for micro_batches in plan.rows}) == 1
-        assert len(plan.rows[0]) % rules.count_multiple == 0
-        for owner, micro_batches in enumerate(plan.rows):
+        assert len(plan.micro_batches) == rules.replicas
+        assert len({len(micro_batches) for micro_batches in plan.micro_batches}) == 1
+        assert len(plan.micro_batches[0]) % rules.count_multiple == 0
+        for owner, micro_batches in enumerate(plan.micro_batches):
             placed = sorted(i for batch in micro_batches for i in batch)
             assert placed == np.flatnonzero(replica[positions] == owner).tolist()
-        batches = [batch for micro_batches in plan.rows for batch in micro_batches]
+        batches = [batch for micro_batches in plan.micro_batches for batch in micro_batches]
         if rules.micro_batch_size is None:
             assert (
                 max(rules.padded(lengths[positions])[batch].sum() for batch in batches)
@@ -106,7 +106,9 @@ def test_every_mini_batch_is_level(passes, allowed, at_home):
         loads = np.bincount(replica[positions], weights=lengths[positions], minlength=8)
         assert loads.max() / loads.mean() - 1 <= allowed
         least = -(-int(lengths[positions].sum()) // (8 * 16_384))
-        assert len(plan.rows[0]) <= least + 1, "hardly more micro-batches than the tokens need"
+        assert len(plan.micro_batches[0]) <= least + 1, (
+            "hardly more micro-batches than the tokens need"
+        )
 
 
 def test_sequences_move_only_where_balance_requires_it():
@@ -134,7 +136,7 @@ def test_a_mini_batch_that_homes_would_slow_down_is_scheduled_without_them():
     rules = PackingRules(3, 10)
     epochs = [[list(range(6))]]
     replica, [[plan]] = plan_passes(lengths, epochs, rules, homes)
-    assert plan.step_cost == 10 and len(plan.rows[0]) == 1
+    assert plan.step_cost == 10 and len(plan.micro_batches[0]) == 1
     assert np.array_equal(plan.replica_of(), replica)
 
 
@@ -142,7 +144,7 @@ def test_the_tokens_of_the_steps_are_those_of_the_slowest_replica():
     lengths = np.array([8, 5, 7, 2])
     replica = np.array([0, 0, 1, 1])
     plan = plan_micro_batches(lengths, PackingRules(2, 8, total_multiple=4), replica)
-    assert plan.rows == [[[0], [1]], [[2], [3]]]
+    assert plan.micro_batches == [[[0], [1]], [[2], [3]]]
     assert plan.step_cost == 8 + 8, "5 and 2 are padded to 8 and 4"
     same = plan_micro_batches(lengths, PackingRules(2, 8, same_length=True), replica)
     assert same.step_cost == 8 + 8
@@ -171,7 +173,7 @@ def test_plans_of_mini_batches_are_joined_in_their_order():
     positions = [[0, 1, 2], [3, 4]]
     plans = [plan_micro_batches(lengths[rows], rules, replica[rows]) for rows in positions]
     plan = joined([plan.within(rows) for plan, rows in zip(plans, positions, strict=True)])
-    assert plan.rows == [[[0], [3]], [[1, 2], [4]]]
+    assert plan.micro_batches == [[[0], [3]], [[1, 2], [4]]]
     assert (plan.seq_length, plan.total_multiples) == (8, (8, 7))
     assert (plan.real_tokens, plan.packed_tokens, plan.step_cost) == (25, 2 * 8 + 2 * 7, 8 + 7)
 
@@ -224,7 +226,7 @@ def test_replicas_wait_little_where_sequences_have_homes(
         _, plans = plan_passes(lengths, epochs, rules, homes, costs=costs)
         work = passes * costs.sum() / rules.replicas
         of_steps = sum(
-            totals(plan.rows, costs[positions]).max(axis=0).sum()
+            totals(plan.micro_batches, costs[positions]).max(axis=0).sum()
             for positions, plan in zip(sum(epochs, []), sum(plans, []), strict=True)
         )
         least = sum(

@@ -9,7 +9,7 @@ from megatron_gspo.config import Config
 from megatron_gspo.data.micro_batch_plan import PackingRules, plan_micro_batches
 from megatron_gspo.data.sample_batch import ROW, BatchTable, SampleBatch
 from megatron_gspo.loop.sample_flops import sample_flops
-from megatron_gspo.loop.step_plan import StepPlan, mini_batches, plan_step
+from megatron_gspo.loop.step_plan import PlannedUpdate, StepPlan, mini_batches, plan_step
 from tests.loop.episodes import episode
 from tests.support.model_shapes import dense_shape
 from tests.support.samples import make_sample
@@ -47,15 +47,16 @@ def test_replicas_stay_through_all_passes_over_the_data():
         config = Config.from_dict(base_config("model", "run", training={"ppo_epochs": epochs}))
         plan = plan_step(batch_of(lengths), homes, config, rules, 3)
         assert len(plan.updates) == 4 * epochs
-        assert sorted(i for positions, _ in plan.updates for i in positions) == sorted(
+        assert sorted(i for update in plan.updates for i in update.positions) == sorted(
             list(range(32)) * epochs
         )
-        for positions, packing in plan.updates:
-            assert np.array_equal(packing.replica_of(), plan.replica[positions])
+        for update in plan.updates:
+            assert np.array_equal(update.packing.replica_of(), plan.replica[update.positions])
         assert np.array_equal(plan.first_epoch.replica_of(), plan.replica)
-        for replica, batches in enumerate(plan.first_epoch.rows):
+        for replica, batches in enumerate(plan.first_epoch.micro_batches):
             updates = [
-                packing.within(positions).rows[replica] for positions, packing in plan.updates[:4]
+                update.packing.within(update.positions).micro_batches[replica]
+                for update in plan.updates[:4]
             ]
             assert batches == sum(updates, [])
         assert (plan.repacked > 0.0) == (epochs == 2)
@@ -71,8 +72,8 @@ def test_one_replica_packs_each_pass_by_itself():
     plan = plan_step(
         batch_of(lengths), None, Config.from_dict(base_config("model", "run")), rules, 0
     )
-    for positions, packing in plan.updates:
-        assert packing == plan_micro_batches(lengths[positions], rules)
+    for update in plan.updates:
+        assert update.packing == plan_micro_batches(lengths[update.positions], rules)
 
 
 def test_epochs_of_one_mini_batch_pack_alike():
@@ -91,9 +92,9 @@ def test_micro_batches_of_another_length_are_repacked():
     first = PackingRules(1, 10, same_length=True)
     plan = plan_micro_batches(np.array([4, 7]), first)
     longer = replace(plan, seq_length=8, total_multiples=(8, 8))
-    positions = [0, 1]
-    same = StepPlan(first, np.zeros(2), [(positions, plan), (positions, plan)], plan)
-    other = replace(same, updates=[(positions, plan), (positions, longer)])
+    updates = [PlannedUpdate([0, 1], packing, 0) for packing in (plan, plan, longer)]
+    same = StepPlan(first, np.zeros(2), updates[:2], plan)
+    other = replace(same, updates=updates[1:])
     assert (same.repacked, other.repacked) == (0.0, 1.0)
 
 
@@ -124,6 +125,6 @@ def test_a_step_is_balanced_by_cost_and_keeps_the_branches_of_a_run_together():
     by_tokens = plan_step(batch, None, config, rules, 0)
     by_cost = plan_step(batch, None, config, rules, 0, costs=sample_flops(batch, shape).costs)
     assert np.bincount(by_tokens.replica).tolist() == [2, 2, 2]
-    assert sorted(by_cost.first_epoch.rows) == [[[0, 1, 2, 3]], [[4]], [[5]]]
+    assert sorted(by_cost.first_epoch.micro_batches) == [[[0, 1, 2, 3]], [[4]], [[5]]]
     same = by_cost.of_samples(batch, list(range(6)))
-    assert same.rows == by_cost.first_epoch.rows
+    assert same.micro_batches == by_cost.first_epoch.micro_batches
