@@ -134,10 +134,17 @@ PARALLELISM = (
     ),
     SeededBug(
         name="expert gradients not added up over tensor-parallel replicas",
-        file="megatron_gspo/mcore/model.py",
-        before="expert_gradients.apply(chunk, config)",
+        file="patches/expert_gradients.py",
+        before="parameter.allreduce = False",
         after="pass",
         test="tests/patches/test_expert_gradients.py::test_expert_gradients_are_added_up_over_tensor_parallel_replicas",
+    ),
+    SeededBug(
+        name="experts are marked by our builder alone",
+        file="patches/expert_gradients.py",
+        before="mark_experts(module, config)",
+        after="pass",
+        test="tests/patches/test_expert_gradients.py::test_a_loop_of_ones_own_has_the_marks",
     ),
     SeededBug(
         name="experts of other tensor-parallel ranks left out of the gradient norm",
