@@ -46,15 +46,17 @@ def log_to(handler: logging.Handler) -> None:
 
 
 class TerminalHandler(logging.Handler):
-    """Writes each record's message as one line on standard error, without control characters.
+    """Writes each record's message as one line on standard error, without control characters; that
+    of a warning begins with `warning: `.
 
     The stream is looked up for each record: a progress bar and tests replace it.
     """
 
     def emit(self, record: logging.LogRecord) -> None:
         """Write the line, or drop it where standard error is closed or its disk is full."""
+        prefix = "warning: " if record.levelno == logging.WARNING else ""
         with contextlib.suppress(OSError, ValueError):
-            print(printable(record.getMessage()), file=sys.stderr, flush=True)
+            print(printable(prefix + record.getMessage()), file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager

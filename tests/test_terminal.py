@@ -116,7 +116,7 @@ def test_records_are_lines_on_the_standard_error_of_the_moment(capsys: pytest.Ca
         logger.debug("not shown")
     finally:
         root.removeHandler(again)
-    assert capsys.readouterr().err == "100 % of \\x1b[31mred\ntwo\\nlines\n"
+    assert capsys.readouterr().err == "100 % of \\x1b[31mred\nwarning: two\\nlines\n"
 
 
 class FullDisk(io.StringIO):

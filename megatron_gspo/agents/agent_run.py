@@ -323,8 +323,9 @@ class AgentRun:
             raise invalid_request("previous_response_id is not that of a delivered reply")
         has_instructions = bool(call.messages) and call.messages[0].role == "system"
         head = call.messages[:1] if has_instructions else ()
-        # Instructions belong to one call.
-        earlier = previous.messages[previous.messages[0].role == "system" :]
+        earlier = previous.messages
+        if earlier[0].role == "system":
+            earlier = earlier[1:]  # instructions belong to one call
         return (*head, *earlier, *call.messages[len(head) :])
 
     def _continue(

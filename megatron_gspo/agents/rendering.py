@@ -381,15 +381,18 @@ class PackageRendering:
         )
         calls = []
         texts = [parsed.content]
+        has_tools = calls_tools and bool(tools)
         malformed = 0
         for attempt in parsed.tool_calls:
-            is_read = calls_tools and bool(tools) and attempt.status == "ok"
-            call = make_call(attempt.name or "", attempt.arguments) if is_read else None
+            call = None
+            if has_tools and attempt.status == "ok":
+                call = make_call(attempt.name or "", attempt.arguments)
             if call is not None:
                 calls.append(call)
-            else:
-                malformed += calls_tools and bool(tools)
-                texts.append(self._text_of(attempt, reply))
+                continue
+            texts.append(self._text_of(attempt, reply))
+            if has_tools:
+                malformed += 1
         content = "\n".join(filter(None, texts))
         return ParsedReply(content, parsed.reasoning_content or None, tuple(calls), malformed)
 

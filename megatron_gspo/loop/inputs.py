@@ -149,7 +149,7 @@ def prompt_cache(config: Config) -> PromptCache:
 
     def warn(line: str) -> None:
         if os.environ.get("LOCAL_RANK", "0") == "0":  # once per node
-            logger.warning(f"warning: {line}")
+            logger.warning(line)
 
     folder = Path(config.data.cache_dir or Path(config.run_dir) / "prompts")
     return PromptCache(folder, Path(config.model.path), warn)
@@ -180,7 +180,7 @@ def load_data(
         for line in dict.fromkeys(notes):
             logger.info(f"note: {line}")
         if warning := shared_prompts(all_train, all_held_out):
-            logger.warning(f"warning: {warning}")
+            logger.warning(warning)
     return all_train, all_held_out, dropped
 
 

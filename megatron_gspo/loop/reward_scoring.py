@@ -253,7 +253,7 @@ def require_scores(batch: SampleBatch, name: str, prompts: Sequence[Prompt]) -> 
             reason = _first_reason(batch, is_of_source)
             if group_rank(batch.group) == 0:
                 logger.warning(
-                    f"warning: all {int(is_of_source.sum())} responses of a batch to prompts of"
+                    f"all {int(is_of_source.sum())} responses of a batch to prompts of"
                     f" {source} have no reward (the first: {reason})"
                 )
 

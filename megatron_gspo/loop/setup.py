@@ -174,11 +174,11 @@ def build_components(config: Config, *, engine: RolloutEngine | None = None) -> 
         config, shape, tokenizer, environments, evaluates=bool(held_out), given=engine
     )
     if config.offloads_trainer:
-        held_out_too = eval_source is source
+        evaluates_by_same_source = eval_source is source
         # With adapters the reference is the policy's own base.
         separate_reference = None if policy.trained_lora is not None else reference
         source = OffloadingSource(source, policy, separate_reference)
-        eval_source = source if held_out_too else eval_source
+        eval_source = source if evaluates_by_same_source else eval_source
     return Components(
         config=config,
         policy=policy,

@@ -102,7 +102,9 @@ def train(config: Config, *, engine: RolloutEngine | None = None) -> LoopState:
                 metrics, failure = _prepare_next(run, state.step, timers)
             accuracy = metrics.get("eval/accuracy", state.accuracy_after)
             metrics |= trained.metrics
-            asked = callbacks.after_step(state.step, add_metrics(metrics, trained.callback_metrics))
+            requests = callbacks.after_step(
+                state.step, add_metrics(metrics, trained.callback_metrics)
+            )
             state = replace(
                 state,
                 wall_seconds=time.monotonic() - started,
@@ -118,18 +120,20 @@ def train(config: Config, *, engine: RolloutEngine | None = None) -> LoopState:
                 generation_gpus=generation_gpus(config),
             )
             record = add_metrics(record, trained.callback_metrics)
-            record = add_metrics(record, {name: after.metrics for name, after in asked.items()})
+            record = add_metrics(
+                record, {name: request.metrics for name, request in requests.items()}
+            )
             logger.log(state.step, record)
-            for name, after in asked.items():
-                if after.warning:
-                    logger.warn_once(name, after.warning)
+            for name, request in requests.items():
+                if request.warning:
+                    logger.warn_once(name, request.warning)
             logger.write_step(
                 state.step, trained.batch, trained.routing, trained.update, trained.cursor, spans
             )
             with checkpoints.saved_on_failure(state):
                 if failure is not None:  # raised after the step is logged
                     raise failure
-            stopping = next((after for after in asked.values() if after.stop), None)
+            stopping = next((request for request in requests.values() if request.stop), None)
             stops = stop_requested() or stopping is not None
             is_due = checkpoints.is_due(state.step, config.training.steps)
             if trains and (stops or is_due):

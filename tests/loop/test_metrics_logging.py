@@ -217,8 +217,8 @@ def test_ratios_are_of_the_trained_tokens_in_order() -> None:
 def test_a_run_without_checkpoints_says_so(rank: Any, tmp_path: Path, capsys: Any) -> None:
     logger(tmp_path / "a").__exit__()
     said = (
-        "checkpoint.save_interval is 0: no checkpoint is written, a run that is killed starts again"
-        " from"
+        "warning: checkpoint.save_interval is 0: no checkpoint is written, a run that is killed"
+        " starts again from"
     )
     assert capsys.readouterr().err == f"{said} the beginning\n"
     logger(tmp_path / "b", resume_step=4, checkpoint={"export_hf": False}).__exit__()

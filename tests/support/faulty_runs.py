@@ -29,9 +29,8 @@ from tests.support.real_servers import main_process, processes_of, signal_server
 from tests.support.training_runs import base_config, check_ledger, ledger, records
 from tests.support.waiting import wait_for
 
-MIN_DECODING = (
-    4  # running requests of a server in the middle of a step: responses end at different times
-)
+# Running requests of a server in the middle of a step: responses end at different times.
+MIN_DECODING = 4
 # a random model samples its end token about once in a hundred tokens
 LONG = {"max_response_length": 400}
 CLIENTS = 2  # data-parallel ranks, each a client of all servers

@@ -30,9 +30,8 @@ MOMENT_BYTES = 8  # Adam's two moments, float32
 MASTER_BYTES = 4  # float32 copies of bfloat16 weights
 DELTA_NET = 7  # what a gated delta net, or Mamba-2, keeps over what its products would: it computes in float32
 LABEL_BYTES = 52  # of an id of a token whose log-prob the head computes; as rehearsed
-HALF_ROWS = (
-    256  # of an expert in a micro-batch, with which its products reach half of their speed; assumed
-)
+# Rows of an expert in a micro-batch with which its products reach half of their speed (assumed).
+HALF_ROWS = 256
 
 
 @dataclass(frozen=True)

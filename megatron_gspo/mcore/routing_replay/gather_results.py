@@ -72,7 +72,8 @@ def flips_of_replica(micro_batches: Sequence[MicroBatchRoutes], batch: TrainingB
             flat[targets, 0] = (routes.known_weight.cpu()[rows] > 0).to(torch.uint8)
     groups = micro_batches[0].groups
     _sum_bytes(flat, (groups.tp, groups.cp, groups.pp))
-    compared, flipped = flat.numpy().T > 0
+    compared = flat[:, 0].numpy() > 0
+    flipped = flat[:, 1].numpy() > 0
     flips = np.where(compared, flipped, -1).astype(np.int8)
     # The choice for the token before made a response token.
     response_lengths = batch.table["response_length"][inputs.positions].astype(np.int64)
