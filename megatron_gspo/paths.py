@@ -42,7 +42,7 @@ def path_argument(text: str) -> Path:
 
 
 def path_text_argument(text: str) -> str:
-    """As `path_argument`, for an argument that may also be something else, a URL for example."""
+    """Like `path_argument`, for an argument that may also be something else, a URL for example."""
     try:
         return expand_path(text)
     except PathError as error:

@@ -136,7 +136,7 @@ def _module_from_file(label: str, location: str, refusal: type[InputError]) -> M
 
 
 def _module_name(path: Path) -> str:
-    """Of a user's file: the same for all keys that name it, another after the file has changed."""
+    """The module name of a user's file: one for all keys that name it, another once it has changed."""
     version = path.stat()
     text = f"{path} {version.st_mtime_ns} {version.st_size}"
     return f"{path.stem}_{hashlib.sha256(text.encode()).hexdigest()[:8]}"

@@ -93,7 +93,7 @@ class KnownIssue:
         return self.applies(situation)
 
     def unpatched(self) -> list[str]:
-        """Of the functions that the patch replaces or adds, those that are still upstream's."""
+        """The functions that the patch should have replaced or added, and has not."""
         return [name for name in self.marked if not hasattr(_resolve(name), MARK)] + [
             name for name in self.present if not _exists(name)
         ]

@@ -135,7 +135,7 @@ class AgentProcess:
 
     @property
     def process_id(self) -> int:
-        """Of the keeper, whose child is the process."""
+        """The process id of the keeper, whose child the agent is."""
         return self._process.pid
 
     async def samples(
@@ -156,7 +156,7 @@ class AgentProcess:
     async def samples_of_servers(
         self, requests: Sequence[RunRequest], sampling: SamplingParams, opened: list[OpenRun]
     ) -> list[Sample]:
-        """As `samples`, with replies that the process requests from the servers of its client.
+        """Like `samples`, with replies that the process requests from the servers of its client.
 
         sampling: its `max_response_length` is that of a reply. opened: gets all runs as one.
         """

@@ -19,7 +19,7 @@ from megatron_gspo.agents.session_tree import Row
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run has earned.
+    """The reward of a run.
 
     reward: NaN if it has none. failure: why, "timeout: ..." or "error: ...", or "". is_cut: a limit
     has ended the run.
@@ -46,7 +46,7 @@ class RunEnd:
 
 @dataclass(frozen=True)
 class FinishedRun:
-    """What a run leaves.
+    """The record of a finished run.
 
     rows: see `SessionTree.rows`. messages: of the last delivered call, its reply included.
     turn_rewards: by index of the delivered call, those that the agent has posted. outcome: with
@@ -99,7 +99,7 @@ async def play(
 async def scored(
     run: AgentRun, end: RunEnd, judge: Judge | None, directory: Path | None = None
 ) -> Outcome:
-    """What a run has earned that has ended."""
+    """Score a run that has ended."""
     if judge is not None and run.tree.delivered and end.time_limit is None:
         return await judge(run, directory)
     return posted_outcome(run, end)
@@ -112,7 +112,7 @@ def finished_run(
     exit: AgentExit | None = None,
     events: Mapping[str, int] | None = None,
 ) -> FinishedRun:
-    """What a run leaves that has ended. events: further counts."""
+    """The record of a run that has ended. events: further counts."""
     delivered = run.tree.delivered
     rows = tuple(run.tree.rows())
     counts = {

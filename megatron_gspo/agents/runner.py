@@ -111,8 +111,8 @@ class StartedProgram(Protocol):
         ...
 
     def process_id(self) -> int:
-        """Of the program, which leads its process group. Raises OSError or ValueError if it is not
-        known yet, or not any more."""
+        """The process id of the program, which leads its process group. Raises OSError or
+        ValueError if it is not known yet, or not any more."""
         ...
 
     def kill(self) -> None:

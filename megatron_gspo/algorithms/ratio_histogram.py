@@ -40,8 +40,8 @@ Reduce: TypeAlias = Callable[[Tensor], Tensor]
 
 
 class RatioHistogram:
-    """Log-ratios of this rank, to which more can be added. They are counted many at a time: to count
-    few costs as much."""
+    """Log-ratios of this rank, to which more can be added. They are counted many at a time: to
+    count few costs as much."""
 
     def __init__(self) -> None:
         self._counts = torch.zeros(_BINS, dtype=torch.long)
@@ -132,12 +132,12 @@ def quantiles_of(
 
 
 def _rank_below(q: float, total: int) -> int:
-    """Of the sorted ratios, the one at or below a quantile."""
+    """The index of the ratio at or below a quantile, among the sorted ones."""
     return int(q * (total - 1))
 
 
 def _neighbours(total: int) -> list[int]:
-    """Of the sorted ratios, those between which each inner quantile lies."""
+    """The indices of the ratios around each inner quantile, among the sorted ones."""
     if not total:
         return [0] * 2 * len(_INNER)
     below = [_rank_below(QUANTILES[name], total) for name in _INNER]

@@ -135,7 +135,7 @@ class DataConfig:
     def with_verifier(
         self, verifier: str, options: dict[str, Any], timeout: float | None
     ) -> DataConfig:
-        """The same prompts with one verifier for all sources."""
+        """A copy of this section with one verifier for all sources."""
         own: dict[str, Any] = dict(verifier=None, verifier_options=None, verifier_timeout=None)
         sources = tuple(replace(source, **own) for source in self.sources)
         return replace(

@@ -41,7 +41,7 @@ class TeacherConfig(TeacherServersConfig):
 
     @property
     def prefix(self) -> str:
-        """Of its keys in messages."""
+        """What precedes the keys of this teacher in messages."""
         return f"distillation.teachers.{self.name}" if self.name else "distillation"
 
 

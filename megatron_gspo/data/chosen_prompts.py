@@ -33,7 +33,7 @@ class ChosenPrompts(Sequence[Prompt]):
 
     @classmethod
     def by_index(cls, prompts: Sequence[Prompt], indices: Iterable[int]) -> ChosenPrompts:
-        """Those with these indices, of prompts 0 to n - 1."""
+        """The prompts with these indices, of prompts 0 to n - 1."""
         return cls(PromptRef(index, prompts, index) for index in indices)
 
     @property

@@ -133,11 +133,11 @@ class Columns:
         return replace(self, arrays={name: self.arrays[name] for name in names})
 
     def chosen(self, positions: Sequence[int] | np.ndarray) -> Columns:
-        """Those of the samples that are at these positions of the batch."""
+        """The columns of the samples at these positions of the batch."""
         return self._rows(np.flatnonzero(np.isin(self.positions, positions)))
 
     def renumbered(self, positions: Sequence[int] | np.ndarray) -> Columns:
-        """Those of the samples at these positions of the batch, numbered by their place among
+        """The columns of the samples at these positions of the batch, numbered by their place among
         them."""
         wanted = np.asarray(positions, dtype=np.int64)
         index = np.searchsorted(self.positions, wanted)

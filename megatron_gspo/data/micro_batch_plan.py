@@ -85,7 +85,7 @@ class MicroBatchPlan:
 
     @property
     def num_micro_batches(self) -> int:
-        """Of each replica."""
+        """Number of micro-batches of each replica."""
         return len(self.total_multiples)
 
     def replica_of(self) -> np.ndarray:
@@ -98,9 +98,7 @@ class MicroBatchPlan:
         return owners
 
     def within(self, positions: Positions) -> MicroBatchPlan:
-        """The same micro-batches, naming sequence i by its position `positions[i]` in a larger
-        batch.
-        """
+        """The same plan in a larger batch, where sequence i is at `positions[i]`."""
         micro_batches = [
             [[positions[i] for i in micro_batch] for micro_batch in of_replica]
             for of_replica in self.micro_batches

@@ -158,7 +158,7 @@ class PackedBatch:
     micro_batch: int = 0
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> PackedBatch:
-        """The same batch with every tensor on `device`."""
+        """A copy of the batch with every tensor on `device`."""
         moved: dict[str, Any] = {
             name: value.to(device, non_blocking=non_blocking)
             for name, value in self._items()

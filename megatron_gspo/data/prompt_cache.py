@@ -80,7 +80,7 @@ class PromptCache:
     def load(
         self, paths: Paths, tokenizer: Tokenizer, data: DataConfig, *, split: str = "train"
     ) -> PromptSet:
-        """As `load_prompts`, from the cache; the first process that needs it writes it and the
+        """Like `load_prompts`, from the cache: the first process that needs it writes it and the
         others wait.
 
         If it cannot be written, each process tokenises for itself, after a warning.

@@ -50,7 +50,7 @@ class _Work:
         return np.argsort(-np.array(self.costs, dtype=np.int64), kind="stable").tolist()
 
     def cost(self, members: Sequence[int]) -> int:
-        """Of some sequences together."""
+        """The cost of some sequences together."""
         return sum(map(self.costs.__getitem__, members))
 
 
@@ -293,7 +293,7 @@ def _level(
 
 
 def _exchange(bins: Bins, work: _Work, capacity: int) -> Bins:
-    """The same bins, better balanced: the heaviest gives one of the lightest a sequence, for a
+    """The bins, better balanced: the heaviest gives one of the lightest a sequence, for a
     cheaper one or for none, if that reduces their difference. No load exceeds the heaviest, and no
     bin its capacity."""
     costs = work.costs

@@ -100,8 +100,8 @@ def _by_token(
 def _by_turn(
     batch: TrainingBatch, rewards: np.ndarray, counted: np.ndarray, algorithm: AlgorithmConfig
 ) -> tuple[np.ndarray, np.ndarray]:
-    """As ``_by_token``, a step being a turn, whose value is that of its first token. A single-turn
-    response is one turn."""
+    """Like ``_by_token``, with turns as steps; the value of a turn is that of its first token. A
+    single-turn response is one turn."""
     assert algorithm.turn_discount is not None
     responses = batch.responses
     advantages = np.zeros(responses.num_tokens, dtype=np.float32)

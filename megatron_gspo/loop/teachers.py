@@ -144,7 +144,7 @@ class Teachers:
 
     @property
     def names(self) -> list[str]:
-        """Of several teachers; empty for one."""
+        """The names of the teachers; empty for a single one."""
         return [] if self._chosen is None else list(self._teachers)
 
     def numbers(self, batch: BatchTable) -> np.ndarray:
@@ -154,8 +154,8 @@ class Teachers:
         return self._chosen[batch.table["prompt_index"]]
 
     def score(self, batch: TrainingBatch, plan: StepPlan) -> TeacherScores:
-        """Columns of the batch's responses, each of its prompt's teacher. A collective of the world.
-        plan: of the step that trains the batch."""
+        """Columns of the batch's responses, each of its prompt's teacher. A collective of the
+        world. plan: of the step that trains the batch."""
         if self._chosen is None:
             [only] = self._teachers.values()
             return only.score(batch, plan.first_epoch)

@@ -34,7 +34,7 @@ class KernelAdam(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
-        """As torch's; all parameters have made the same number of steps."""
+        """Like torch's step, for parameters that have all made the same number of steps."""
         for group in self.param_groups:
             main: list[Tensor] = []
             grads: list[Tensor] = []

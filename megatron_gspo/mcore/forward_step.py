@@ -50,8 +50,8 @@ from megatron_gspo.parallel.scored_rows import ScoredRows
 
 
 class LossFunction(Protocol):
-    """What Megatron's schedule calls with the last stage's hidden states; see `forward_backward_func`
-    of Megatron for the results that it takes."""
+    """What Megatron's schedule calls with the last stage's hidden states; see
+    `forward_backward_func` of Megatron for the results that it takes."""
 
     def __call__(self, hidden: Tensor, **options: bool) -> object: ...
 
@@ -130,8 +130,8 @@ def token_log_probs(
     options: LogProbOptions,
     scored: ScoredRows | None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Log-probs of a shard's labels ``[t]`` or ``[t, K]`` (and entropy ``[t]``) from the last stage's
-    hidden states; float32, 0 where ``scored`` leaves a position out."""
+    """Log-probs of a shard's labels ``[t]`` or ``[t, K]`` (and entropy ``[t]``) from the last
+    stage's hidden states; float32, 0 where ``scored`` leaves a position out."""
     inner = unwrap(model)
     return log_probs_from_hidden(
         hidden.squeeze(0),
@@ -170,7 +170,7 @@ def sampled_log_probs(
     top_ids: Sequence[Tensor] = (),
     teacher: TeacherHead | None = None,
 ) -> TokenScores:
-    """Of a shard's labels and of each of ``top_ids``, and the divergences from a teacher."""
+    """Log-probs of a shard's labels and of each of ``top_ids``, and divergences from a teacher."""
     batch = inputs.batch
     further = [*top_ids]
     if batch.support is not None:
@@ -364,7 +364,7 @@ def teacher_forward_step(
     top_k: int,
     keeps_states: bool,
 ) -> ForwardStep:
-    """As ``log_prob_forward_step``, of a teacher's passes. The schedule returns of each micro-batch's
+    """Like ``log_prob_forward_step``, for a teacher. The schedule returns of each micro-batch's
     shard ``[t, 1 + 2 K]`` float32, the log-probs of the labels and of the teacher's K most likely ids,
     and these ids, which float32 holds up to 2^24; and with ``keeps_states`` the rows of
     `TeacherStates.hidden`."""

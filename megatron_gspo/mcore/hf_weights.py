@@ -113,7 +113,7 @@ def held_tensors(chunk: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _held(chunk: torch.nn.Module) -> Iterator[tuple[str, Tensor, torch.nn.Module]]:
-    """The same with the module of each.
+    """Like `held_tensors`, with the module that owns each tensor.
 
     One walk over the modules, of which a layer may have hundreds.
     """

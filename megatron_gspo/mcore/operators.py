@@ -183,8 +183,8 @@ class LowRank(Generic[T]):
 
 @dataclass(frozen=True)
 class ExpertWeights(Generic[T]):
-    """``up[e]`` [2 f, h], gate over linear, or [f, h] without a gate; ``down[e]`` [h, f]; their biases
-    and adapters, or none. In place of a tensor there may be something about it.
+    """``up[e]`` [2 f, h], gate over linear, or [f, h] without a gate; ``down[e]`` [h, f]; their
+    biases and adapters, or none. In place of a tensor there may be something about it.
 
     down_bias_share: the part of ``down_bias`` that is added here, where tensor-parallel ranks'
     outputs are summed. Each rank's gradient is that of the whole bias.
@@ -207,7 +207,7 @@ class ExpertWeights(Generic[T]):
         return tensors
 
     def replaced(self, values: Sequence[U]) -> ExpertWeights[U]:
-        """The same with other values in the place of `tensors`."""
+        """A copy with other values in the place of `tensors`."""
         remaining = iter(values)
 
         def as_many_as(tensors: Sequence[T]) -> list[U]:
@@ -230,7 +230,7 @@ class ExpertWeights(Generic[T]):
         )
 
     def structure(self) -> ExpertWeights[None]:
-        """The same without the tensors, which a graph must not keep besides those that it saves."""
+        """A copy without the tensors: a graph must keep no others than those that it saves."""
         return self.replaced([None] * len(self.tensors()))
 
 
@@ -359,7 +359,7 @@ class _GatedExperts(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class _LinearGradients:
-    """Of the weights, None where they are frozen, and of their adapters."""
+    """Gradients of the weights, None where they are frozen, and of their adapters."""
 
     weight: Sequence[Tensor | None]
     adapter: LowRank[Tensor | None] | None

@@ -64,5 +64,5 @@ def _number(value: Number) -> float:
 
 
 def _with_number(value: Number, number: float) -> Number:
-    """The same tensor, or a number of the same type."""
+    """The number in the form of ``value``: in the same tensor, or of the same type."""
     return value.fill_(number) if isinstance(value, Tensor) else type(value)(number)

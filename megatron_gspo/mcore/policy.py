@@ -106,7 +106,7 @@ class Policy:
         return {"": self} if self.critic is None else {"": self, "critic.": self.critic}
 
     def base(self) -> Policy:
-        """The same model without its adapters, as a frozen reference: no second model."""
+        """This model without its adapters, as a frozen reference; no second model is made."""
         base_policy = replace(self, optimizer=None, scheduler=None, critic=None, is_base=True)
         base_policy.memory = self.memory
         return base_policy
@@ -141,7 +141,7 @@ class Policy:
         return export_source(source, chunks, self.family, self.shape, self.groups)
 
     def adapters(self, source: WeightSource | None = None) -> Iterator[tuple[str, Tensor]]:
-        """As `weights`, the adapters alone under PEFT's names (without its prefix).
+        """Like `weights`, for the adapters alone, under PEFT's names (without its prefix).
 
         Needs ``trained_lora``.
         """
@@ -162,8 +162,8 @@ class Policy:
             self.optimizer.reload_model_params()
 
     def base_checksum(self) -> str:
-        """Of the frozen weights that adapters belong to; "" without adapters. A collective of all
-        ranks the first time."""
+        """A checksum of the frozen weights that adapters belong to; "" without adapters. A
+        collective of all ranks the first time."""
         if self.trained_lora is not None and not self._checksum:
             chunks = [unwrap(chunk) for chunk in self.chunks]
             self._checksum = base_checksum(chunks, self.family, self.shape, self.groups)

@@ -164,7 +164,7 @@ def _mask(block: _Block, selected: Tensor) -> Tensor:
 
 
 def _attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> Tensor:
-    """Of one block: [queries, heads, d]."""
+    """The attention of one block of queries: [queries, heads, d]."""
     query, key, value = (x.transpose(0, 1)[None] for x in (query, key, value))
     out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask[None, None], scale=scale)
     return out[0].transpose(0, 1)

@@ -1,5 +1,5 @@
-"""What the divergence from a teacher over the whole vocabulary reads of it: hidden states of the tokens
-that are scored, and the output weight.
+"""What the divergence from a teacher over the whole vocabulary reads of it: hidden states of the
+tokens that are scored, and the output weight.
 
 A rank keeps the rows that it scored itself, micro-batch by micro-batch, so that no rank has another's
 and none are sent. The updates of a step have the micro-batches of the teacher's pass
@@ -23,7 +23,8 @@ from megatron_gspo.parallel.log_probs import TeacherHead
 
 @dataclass(frozen=True)
 class TeacherStates:
-    """Of consecutive micro-batches of this rank; without hidden states on stages without the loss."""
+    """A teacher's hidden states for consecutive micro-batches of this rank; none on stages without
+    the loss."""
 
     hidden: Sequence[Tensor]
     """[c, h] of each micro-batch, in host memory: the rows of `ScoredRows.select_own`."""
@@ -32,11 +33,11 @@ class TeacherStates:
     """[V / tp, h] on the device, of the ids that the policy's rows have; None as above."""
 
     def of_micro_batches(self, start: int, count: int) -> TeacherStates:
-        """Those of ``count`` micro-batches from ``start`` on."""
+        """The states of ``count`` micro-batches from ``start`` on."""
         return replace(self, hidden=self.hidden[start : start + count])
 
     def head(self, micro_batch: int) -> TeacherHead:
-        """Of a micro-batch, on the device."""
+        """The teacher's head for a micro-batch, on the device."""
         assert self.weight is not None, "this stage has the loss"
         hidden = self.hidden[micro_batch].to(compute_device(), non_blocking=True)
         return TeacherHead(hidden, self.weight)

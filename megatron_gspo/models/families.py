@@ -77,7 +77,7 @@ def names_of_own_type(names: Iterable[str], family: Family, shape: ModelShape) -
 
 
 def carried_names(names: Iterable[str], shape: ModelShape) -> set[str]:
-    """Those of the tensors of a checkpoint that are not trained, such as multi-token prediction's.
+    """The names of a checkpoint's tensors that are not trained, such as multi-token prediction's.
     They are converted and exported as they are."""
     return {name for name in names if name.startswith(shape.carried)}
 

@@ -47,12 +47,12 @@ class ForwardFlops:
 
     @property
     def total(self) -> np.ndarray:
-        """Of the forward pass."""
+        """FLOPs of the forward pass."""
         mixing = self.scores + self.sums + self.recurrence + self.indexer
         return self.layers + mixing + self.head
 
     def training(self, *, frozen: bool = False) -> np.ndarray:
-        """Of the forward and the backward pass, each product once.
+        """FLOPs of the forward and the backward pass, each product once.
 
         frozen: the weights have no gradient, as under adapters, whose own products are not counted.
         """

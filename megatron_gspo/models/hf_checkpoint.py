@@ -353,7 +353,7 @@ def _partial(path: str | Path) -> Path:
 
 
 def _replaced_name(path: str | Path, end: str) -> str:
-    """Of the directory that a new one replaces, while it is removed; its user may have an
+    """The name of a replaced directory while it is removed; its user may have an
     `hf.old`.
     """
     return f".replaced_{Path(path).name}_{end}"

@@ -24,7 +24,7 @@ def main_gradient(weight: Tensor) -> Tensor | None:
 
 
 def main_gradients(weights: Sequence[Tensor]) -> list[Tensor] | None:
-    """Those of all ``weights``; None where one of them has none, or is there twice."""
+    """The main gradients of all ``weights``; None where one of them has none, or is there twice."""
     totals = {id(weight): main_gradient(weight) for weight in weights}
     present = [total for total in totals.values() if total is not None]
     return present if len(present) == len(weights) else None

@@ -37,7 +37,7 @@ class ScoredRows:
 
     @classmethod
     def of(cls, mask: Tensor, rank: int = 0, size: int = 1) -> ScoredRows:
-        """Those of ``mask`` [t], nonzero where a position is scored, on the host.
+        """The scored rows of ``mask`` [t], nonzero where a position is scored, on the host.
 
         Args:
             rank, size: in the tensor-parallel group under sequence parallelism, where each rank
@@ -64,14 +64,14 @@ class ScoredRows:
         return {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
 
     def with_tensors(self, tensors: Mapping[str, Tensor]) -> ScoredRows:
-        """The same rows with those of ``tensors``, of any integer type, that ``self.tensors``
+        """A copy with those of ``tensors``, of any integer type, that ``self.tensors``
         names.
         """
         changed: dict[str, Any] = {name: tensors[name].long() for name in self.tensors()}
         return replace(self, **changed)
 
     def to(self, device: torch.device | str) -> ScoredRows:
-        """The same rows with every tensor on ``device``."""
+        """A copy with every tensor on ``device``."""
         return self.with_tensors({name: value.to(device) for name, value in self.tensors().items()})
 
     def select_own(self, hidden: Tensor) -> Tensor:

@@ -1,5 +1,5 @@
-"""A teacher's logits beside the policy's, tile by tile: what a rank adds to both KL divergences over
-the vocabulary, and their gradient for the policy's logits.
+"""A teacher's logits beside the policy's, tile by tile: what a rank adds to both KL divergences
+over the vocabulary, and their gradient for the policy's logits.
 
 For the policy's logits x and the teacher's z of one token, with p and t their softmax, m and n their
 maxima and ``d_j = (x_j - m) - (z_j - n)``:
@@ -28,7 +28,8 @@ from megatron_gspo.kernels.operators import logit_comparison
 
 @dataclass(frozen=True)
 class TeacherRows:
-    """Operands of a teacher's logits, of the same tokens and rows of the vocabulary as the policy's."""
+    """Operands of a teacher's logits, of the same tokens and rows of the vocabulary as the
+    policy's."""
 
     hidden: Tensor  # [T, h'] in the dtype of the products
     weight: Tensor  # [rows, h']
@@ -62,7 +63,8 @@ class Comparison:
         )
 
     def divergences(self, total: Tensor) -> Tensor:
-        """[T, 2]: KL(p || t) and KL(t || p), of sums over the whole vocabulary. total: sum exp(x - m)."""
+        """[T, 2]: KL(p || t) and KL(t || p), of sums over the whole vocabulary. total: sum exp(x -
+        m)."""
         log_ratio = self.total.log() - total.log()
         reverse = self.reverse / total + log_ratio
         forward = self.forward / self.total - log_ratio
@@ -103,7 +105,8 @@ class TeacherFactors:
     forward: Tensor
 
     def cut(self, start: int, end: int) -> TeacherFactors:
-        """Those of tokens [start, end), as columns [t, 1]; tile_probabilities as [tiles, t, 1]."""
+        """The factors of tokens [start, end), as columns [t, 1]; tile_probabilities as [tiles, t,
+        1]."""
         return TeacherFactors(
             maximum=self.maximum[start:end, None],
             log_total=self.log_total[start:end, None],

@@ -59,7 +59,8 @@ class RowFactors:
     label: Tensor  # [T, K]
 
     def cut(self, start: int, end: int) -> "RowFactors":
-        """Those of tokens [start, end), as columns [t, 1]; tile_probabilities as [tiles, t, 1]."""
+        """The factors of tokens [start, end), as columns [t, 1]; tile_probabilities as [tiles, t,
+        1]."""
         return RowFactors(
             maximum=self.maximum[start:end, None],
             log_total=self.log_total[start:end, None],
@@ -126,8 +127,8 @@ class LocalStatistics:
     teacher_tiles: Comparison | None  # [tiles, T], of each tile of the vocabulary
 
     def packed(self) -> Tensor:
-        """[2 + K + ..., T]: maximum, total, the labels, the moment and the comparison with a teacher,
-        if there are these."""
+        """[2 + K + ..., T]: maximum, total, the labels, the moment and the comparison with a
+        teacher, if there are these."""
         rows = [torch.stack((self.maximum, self.total)), self.label.t()]
         if self.moment is not None:
             rows.append(self.moment[None])
@@ -400,7 +401,7 @@ class _LabelPositions:
     width: int
 
     def cut(self, start: int, end: int) -> "_LabelPositions":
-        """Those of tokens [start, end)."""
+        """The positions of tokens [start, end)."""
         return _LabelPositions(self.tile[start:end], self.column[start:end], self.width)
 
     def in_tile(self, i: int, count: int) -> tuple[Tensor, Tensor]:

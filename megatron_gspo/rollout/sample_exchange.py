@@ -122,8 +122,8 @@ def replica_homes(batch: SampleBatch, dp: dist.ProcessGroup) -> np.ndarray | Non
 
 
 class ReplicaGroups(Protocol):
-    """Process groups of a rank: `dp`, its counterparts in the other replicas, and those of its own
-    replica, whose product it is."""
+    """Process groups of a rank: `dp` joins it with its counterparts in the other replicas; the
+    ranks of its own replica are those of `pp` x `cp` x `tp`."""
 
     @property
     def dp(self) -> dist.ProcessGroup: ...
@@ -145,8 +145,8 @@ def move_samples(
     *,
     routes: RouteShape | None = None,
 ) -> TrainingBatch:
-    """Each sample to the replica that trains it, into the columns of its last pipeline stage, and
-    what they read of it into those of the other stages; the batch's `group` is `groups.dp`.
+    """Send each sample to the replica that trains it. The last pipeline stage of a replica gets all
+    columns, its other stages those that they read. The `group` of the result is `groups.dp`.
 
     Samples go in rounds of `BUCKET_BYTES`, from the ranks of `batch.group` that hold them, and
     `batch.held` is emptied as they leave. What its replica's first rank holds is not sent between
@@ -158,12 +158,12 @@ def move_samples(
         routes: the layers whose routes this rank keeps; None, on every rank: all.
     """
     dp = groups.dp
-    shared = (groups.pp, groups.cp, groups.tp)
+    of_replica = (groups.pp, groups.cp, groups.tp)
     table = batch.table.copy()
     me = group_rank(dp)
     table["holder"] = replica
     expected = np.flatnonzero(replica == me)
-    alone = all(group_size(group) == 1 for group in shared)
+    alone = all(group_size(group) == 1 for group in of_replica)
     if batch.group is None or (alone and group_size(dp) == 1):  # all are here
         layers = None if routes is None else routes.held_layers
         builder = TrainingBatchBuilder(table, expected)
@@ -171,15 +171,15 @@ def move_samples(
             builder.add(position, _of_layers(batch.held.pop(position), layers))
         batch.held.clear()
         return builder.batch(dp)
-    target = _first_ranks(dp, shared, batch.group)[replica]
+    target = _first_ranks(dp, of_replica, batch.group)[replica]
     here = group_rank(batch.group)
     stays = (batch.table["holder"] == target) & alone
     rounds = np.full(len(batch), -1)
     rounds[~stays] = exchange_rounds(
         sample_bytes(batch)[~stays], batch.table["holder"][~stays], target[~stays], BUCKET_BYTES
     )
-    stages = _layers_of_stages(routes if batch.table["has_routes"].any() else None, shared)
-    stage = group_rank(shared[0]) if stages else 0
+    stages = _layers_of_stages(routes if batch.table["has_routes"].any() else None, of_replica)
+    stage = group_rank(groups.pp) if stages else 0
     is_last = not stages or stage == len(stages) - 1
     builder = TrainingBatchBuilder(
         table, expected, has_loss=is_last, has_tokens=is_last or stage == 0
@@ -198,9 +198,9 @@ def move_samples(
         )
         senders = np.unique(batch.table["holder"][moving & (replica == me)]).tolist()
         arrived = {sender: payload for sender, payload in received.items() if len(payload)}
-        # The other ranks of a replica receive from its first one, by the same senders.
-        for sender, payload in (arrived or dict.fromkeys(senders)).items():
-            passed = _passed_on(payload, shared, stages)
+        for sender in senders:
+            # The first rank of a replica has received it; the others get it from that one.
+            passed = _passed_on(arrived.get(sender), of_replica, stages)
             if arrived and sender == here:
                 for position, sample in local_samples.items():
                     builder.add(position, _on_stage(sample, 0, stages))
@@ -208,7 +208,7 @@ def move_samples(
                 for position, sample in decode_samples(passed):
                     builder.add(position, sample)
         del local_samples
-    return builder.batch(dp, shared[0] if stages else None)
+    return builder.batch(dp, groups.pp if stages else None)
 
 
 def exchange_rounds(
@@ -266,7 +266,7 @@ def sample_bytes(batch: SampleBatch) -> np.ndarray:
 
 
 def _top_bytes(sample: Sample) -> int:
-    """Of a token's most likely ids and their log-probs."""
+    """Bytes of a token's most likely ids and their log-probs."""
     ids, log_probs = sample.rollout_top_ids, sample.rollout_top_log_probs
     if ids is None or log_probs is None:
         return 0
@@ -274,17 +274,17 @@ def _top_bytes(sample: Sample) -> int:
 
 
 def _row_bytes(arrays: Sequence[np.ndarray | None]) -> int:
-    """Of the rows of the first array; 0 without any."""
+    """Bytes of a row of the first array that is there; 0 without any."""
     first = next((array for array in arrays if array is not None), None)
     return 0 if first is None else math.prod(first.shape[1:]) * first.itemsize
 
 
 def _first_ranks(
-    dp: dist.ProcessGroup, shared: Sequence[dist.ProcessGroup], group: dist.ProcessGroup
+    dp: dist.ProcessGroup, of_replica: Sequence[dist.ProcessGroup], group: dist.ProcessGroup
 ) -> np.ndarray:
     """[replicas] the rank in `group` of each replica's first rank; a collective of it."""
     first_ranks = np.zeros(group_size(dp), dtype=np.int64)
-    if all(group_rank(shared_group) == 0 for shared_group in shared):
+    if all(group_rank(within) == 0 for within in of_replica):
         first_ranks[group_rank(dp)] = group_rank(group)
     return sum_over_ranks(first_ranks, group)
 
@@ -310,24 +310,24 @@ def _send_round(
 
 
 def _layers_of_stages(
-    routes: RouteShape | None, shared: Sequence[dist.ProcessGroup]
+    routes: RouteShape | None, of_replica: Sequence[dist.ProcessGroup]
 ) -> Sequence[np.ndarray | None]:
     """The layers whose routes each stage of a pipeline keeps, None: all; empty without a pipeline.
     A collective of it."""
-    if not shared or group_size(shared[0]) == 1:
+    if not of_replica or group_size(of_replica[0]) == 1:
         return []
     if routes is None:
-        return [None] * group_size(shared[0])
-    return gather_rows_of_ranks(np.array(routes.held_layers, dtype=np.int64), shared[0])
+        return [None] * group_size(of_replica[0])
+    return gather_rows_of_ranks(np.array(routes.held_layers, dtype=np.int64), of_replica[0])
 
 
 def _passed_on(
     payload: np.ndarray | None,
-    shared: Sequence[dist.ProcessGroup],
+    of_replica: Sequence[dist.ProcessGroup],
     stages: Sequence[np.ndarray | None],
 ) -> np.ndarray:
     """What a replica's first rank received, on all of its ranks."""
-    pipeline, *within_stage = shared
+    pipeline, *within_stage = of_replica
     if stages and all(group_rank(group) == 0 for group in within_stage):
         payload = _to_stages(payload, pipeline, stages)
     return broadcast_along(payload, within_stage)

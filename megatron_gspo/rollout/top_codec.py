@@ -15,8 +15,8 @@ _ZERO = np.uint32((1 << _CODE_BITS) - 1)  # code of 0, in place of the last valu
 
 
 def packed_top(ids: np.ndarray, log_probs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """ids [n] int32 and log_probs [n] float32 as [n] uint32 and [n] uint16: the code of the log-prob
-    with 2 bits of the id, and its other 16 bits.
+    """ids [n] int32 and log_probs [n] float32 as [n] uint32 and [n] uint16: the code of the
+    log-prob with 2 bits of the id, and its other 16 bits.
 
     Where one of them has no code, both are [n] uint32, the bits of `ids` and `log_probs`. A zero
     loses its sign.
@@ -32,7 +32,7 @@ def packed_top(ids: np.ndarray, log_probs: np.ndarray) -> tuple[np.ndarray, np.n
 
 
 def pair_bytes(ids: np.ndarray, log_probs: np.ndarray) -> int:
-    """What each of these pairs takes in `packed_top`: 6, or 8 where one has no code."""
+    """Bytes that each of these pairs takes in `packed_top`: 6, or 8 where one has no code."""
     return 6 if _fit(ids, _codes(log_probs, log_probs == 0)) else 8
 
 

@@ -80,7 +80,7 @@ class RouteShape:
 
     @classmethod
     def of_model(cls, model: ModelShape) -> RouteShape | None:
-        """Of a model; None for one without experts."""
+        """The shape of a model's routes; None for a model without experts."""
         if not model.is_moe:
             return None
         return cls(
@@ -99,7 +99,7 @@ class RouteShape:
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """The same as a torch type: `torch.uint8` or `torch.uint16`."""
+        """`dtype` as a torch type: `torch.uint8` or `torch.uint16`."""
         import torch  # reward workers import this module and must not load torch
 
         return torch.uint8 if self.dtype.itemsize == 1 else torch.uint16

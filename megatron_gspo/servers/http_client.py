@@ -119,12 +119,12 @@ class ServerClient:
     async def post_for_bytes(
         self, path: str, body: Mapping[str, Any], *, timeout: float, max_bytes: int
     ) -> bytearray:
-        """As `post`, but returns the body of the response as it came, in one buffer."""
+        """Like `post`, but returns the body of the response as it came, in one buffer."""
         payload, _ = await self._exchange("POST", path, body, timeout, max_bytes)
         return payload
 
     async def get(self, path: str, *, timeout: float, max_bytes: int = MAX_RESPONSE_BYTES) -> Any:
-        """As `post`, for GET."""
+        """Like `post`, for GET."""
         payload, content_type = await self._exchange("GET", path, None, timeout, max_bytes)
         return self._parsed(payload, content_type, path)
 

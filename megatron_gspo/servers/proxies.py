@@ -67,7 +67,7 @@ def proxy_for(url: str, environment: Mapping[str, str] = os.environ) -> str | No
 
 
 def _variable(environment: Mapping[str, str], name: str) -> str:
-    """As programs read it: lower case first, even if it is empty."""
+    """The variable as programs read it: lower case first, even if it is empty."""
     return environment.get(name, environment.get(name.upper(), ""))
 
 

@@ -29,7 +29,7 @@ def are_accuracies(mean_rewards: Iterable[float]) -> bool:
 
 
 def held_out_text(mean_reward: float) -> str:
-    """Of the held-out prompts: `accuracy 61.2%`, or `held-out reward -2.477`."""
+    """The mean reward of held-out prompts: `accuracy 61.2%`, or `held-out reward -2.477`."""
     if are_accuracies([mean_reward]):
         return f"accuracy {100 * mean_reward:.1f}%"
     return f"held-out reward {mean_reward:.3f}"

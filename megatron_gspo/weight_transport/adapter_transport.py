@@ -31,7 +31,7 @@ _TAKES_NONE = (
 
 
 class AdapterFileTransport(DiskTransport):
-    """As `DiskTransport`, with the adapters in place of the weights.
+    """Like `DiskTransport`, with the adapters in place of the weights.
 
     Every source writes its own; rank 0 joins them into the one file that servers read. Memory of
     rank 0: all adapters, twice.

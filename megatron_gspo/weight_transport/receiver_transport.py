@@ -43,7 +43,7 @@ class Offer:
 
 
 class ReceiverTransport(DistributedTransport):
-    """As `DistributedTransport`, without requests: a server gets one for all sources
+    """Like `DistributedTransport`, without requests: a server gets one for all sources
     (`receive_request`).
 
     A source describes each bucket in the store of its group, and reads there what the servers

@@ -224,7 +224,7 @@ async def in_thread(function: Callable[[], T]) -> T:
 
 
 def default_backend(device: str) -> str:
-    """Of a server on `device`: NCCL needs a GPU on both sides."""
+    """The backend for a server on `device`: NCCL needs a GPU on both sides."""
     return "nccl" if device == "cuda" and torch.cuda.is_available() else "gloo"
 
 

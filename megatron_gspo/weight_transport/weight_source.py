@@ -51,7 +51,7 @@ class WeightSource:
         return servers_of_rank | {relay.rank: relay.servers for relay in self.relays}
 
     def targets(self, infos: Sequence[ServerInfo], rank: int) -> list[ServerInfo]:
-        """Those of these servers that a rank sends to."""
+        """The servers that a rank sends to."""
         servers = self.senders[rank]
         return [info for info in infos if servers is None or info.url in servers]
 

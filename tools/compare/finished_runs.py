@@ -71,7 +71,7 @@ def _config_of(run_dir: Path) -> dict[str, Any]:
 
 
 def _new_name(run_dir: Path, taken: Mapping[str, Any]) -> str:
-    """As many of the path's last folders as make it new."""
+    """The path's last folders, as many as make a new name."""
     folders = run_dir.resolve().parts
     for count in range(1, len(folders)):
         name = "/".join(folders[-count:])

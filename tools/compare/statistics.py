@@ -111,7 +111,7 @@ def bootstrap_interval(values: ArrayLike, confidence: float = CONFIDENCE) -> Int
 def paired_difference(
     variant: Mapping[int, float], baseline: Mapping[int, float]
 ) -> Difference | None:
-    """Of the seeds that both have, variant less baseline; None where they share none."""
+    """Variant less baseline over the seeds that both have; None where they share none."""
     seeds = sorted(variant.keys() & baseline.keys())
     if not seeds:
         return None

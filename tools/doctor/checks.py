@@ -166,7 +166,7 @@ def run_checks(options: Options, output: TextIO) -> int:
 
 
 def _number(variable: str, default: int) -> int:
-    """Of the launcher's environment. Raises ``InputError``."""
+    """A number of the launcher's environment. Raises ``InputError``."""
     text = os.environ.get(variable, str(default))
     if not text.isdecimal():
         raise InputError(f"{variable}={text} is not a number; start with torchrun, which sets it")

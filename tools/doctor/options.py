@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Options:
-    """Of the command line. config: file; "" without one. seconds: that the ranks may take to meet,
-    and for an exchange. world_size: to check the config for; None: as many processes as there are.
+    """The options of the command line. config: file; "" without one. seconds: that the ranks may
+    take to meet, and for an exchange. world_size: to check the config for; None: as many processes
+    as there are.
     """
 
     config: str = ""

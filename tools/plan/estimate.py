@@ -70,7 +70,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Estimate:
-    """Of one choice: bytes of the fuller stage, and seconds of an optimizer step with the
+    """What one choice takes: bytes of the fuller stage, and seconds of an optimizer step with the
     log-probs before it.
     """
 
@@ -256,11 +256,11 @@ class Estimator:
 
     @property
     def _response_share(self) -> float:
-        """Of a sequence's tokens."""
+        """The response's share of a sequence's tokens."""
         return self.config.rollout.max_response_length / self.longest
 
     def passes(self, recompute: str) -> tuple[float, float]:
-        """Of a token through the model in a step, as forward passes: products, and exchanges
+        """A token's passes through the model in a step, as forward passes: products, and exchanges
         between ranks.
         """
         algorithm = self.config.algorithm
@@ -300,7 +300,7 @@ class Estimator:
         return ranks * (1 - none) * parallel.expert_tensor_size
 
     def communication_seconds(self, choice: Choice, tokens: float) -> float:
-        """Of a rank whose replica has so many tokens of the step.
+        """Seconds of communication of a rank whose replica has so many tokens of the step.
 
         Nothing is hidden behind products.
         """

@@ -10,9 +10,9 @@ from megatron_gspo.models.model_shape import NO_MIXER, ModelShape
 
 @dataclass(frozen=True)
 class LayerParameters:
-    """Of one transformer layer. attention: of what mixes its tokens. mlp: of its dense MLP, or the
-    router and the shared expert. experts: of all routed experts together. norms: of the norms
-    before them."""
+    """Parameters of one transformer layer. attention: of what mixes its tokens. mlp: of its dense
+    MLP, or the router and the shared expert. experts: of all routed experts together. norms: of the
+    norms before them."""
 
     attention: int
     mlp: int
@@ -46,8 +46,8 @@ def layer_parameters(shape: ModelShape, layer: int) -> LayerParameters:
 
 
 def _vectors_of_mixer(shape: ModelShape, mixer: str) -> int:
-    """Parameters of attention, or of what a layer has in its place, that multiply no matrix: biases,
-    norms, sinks, filters, rates.
+    """Parameters of attention, or of what a layer has in its place, that multiply no matrix:
+    biases, norms, sinks, filters, rates.
     """
     if mixer == NO_MIXER:
         return 0
@@ -79,7 +79,7 @@ def _vectors_of_mixer(shape: ModelShape, mixer: str) -> int:
 
 
 def embedding_parameters(shape: ModelShape) -> int:
-    """Of the embedding; the output weight has as many, unless it is the same tensor."""
+    """Parameters of the embedding; the output weight has as many, unless it is the same tensor."""
     return shape.vocab_size * shape.hidden_size
 
 

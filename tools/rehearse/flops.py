@@ -62,7 +62,8 @@ Formula = Callable[[KnownValues, Args, Kwargs, Result], int]
 
 @functools.cache
 def _formula(packet: OpOverloadPacket) -> Formula | None:
-    """Of an operation; one in place has that of the operation which returns a new tensor.
+    """The formula of an operation; one in place has that of the operation which returns a new
+    tensor.
 
     None: it counts 0.
     """
@@ -99,7 +100,8 @@ def _argument_names(packet: OpOverloadPacket) -> list[str]:
 
 
 def _half_if_causal(flops: int, given: Mapping[str, Any]) -> int:
-    """Of the products of all queries with all keys. Keys that a mask leaves out are computed."""
+    """FLOPs of causal attention, from those of all queries with all keys. Keys that a mask leaves
+    out are computed."""
     return flops // 2 if given.get("is_causal") else flops
 
 

@@ -108,7 +108,7 @@ _KERNELS = {
 
 @dataclass(frozen=True)
 class OpCost:
-    """Of one call. read, written: bytes."""
+    """What one call costs. read, written: bytes."""
 
     op_class: str
     launches: int
@@ -224,7 +224,7 @@ def _whole(
 def _gathered(
     args: Args, kwargs: Kwargs, read: Sequence[Tensor], written: Sequence[Tensor]
 ) -> tuple[int, int]:
-    """Of the tensor that is indexed as much is read as is written."""
+    """Bytes of an indexed read: as much is read of the tensor as is written."""
     chosen = _bytes(written)
     return chosen + _bytes([tensor for tensor in read if tensor is not args[0]]), chosen
 

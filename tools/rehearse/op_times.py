@@ -32,8 +32,8 @@ STEP_PHASES = (
 
 @dataclass(frozen=True)
 class Rates:
-    """Of one GPU. flops, bytes: a second, by class. kernel, host: seconds of a kernel's start, and
-    of the host for an operation.
+    """The speeds of one GPU. flops, bytes: a second, by class. kernel, host: seconds of a kernel's
+    start, and of the host for an operation.
     """
 
     flops: Mapping[str, float]
@@ -42,7 +42,7 @@ class Rates:
     host: float
 
     def seconds(self, op: OpTotal) -> float:
-        """Of all ``op.count`` calls."""
+        """Seconds of all ``op.count`` calls."""
         slowest = max(
             op.flops / self.flops[op.op_class] if op.op_class in self.flops else 0.0,
             op.bytes / self.bytes[op.op_class],
@@ -96,7 +96,7 @@ class OpTime:
 
 
 def time_of(op: OpTotal, rates: Rates) -> OpTime:
-    """Of all its calls."""
+    """The time of all calls of an operation."""
     return OpTime(
         op.count * op.launches, op.count * op.bytes, op.count * op.flops, rates.seconds(op)
     )
@@ -114,8 +114,8 @@ def times_by(
 
 @dataclass(frozen=True)
 class PhaseTime:
-    """Of one phase. host: seconds in which the host issues the operations; where they are more than
-    those of the GPU, the GPU waits. communication: seconds of collectives.
+    """The times of one phase. host: seconds in which the host issues the operations; where they are
+    more than those of the GPU, the GPU waits. communication: seconds of collectives.
     """
 
     ops: OpTime
@@ -124,7 +124,7 @@ class PhaseTime:
 
 
 def phase_times(record: RankRecord, gpu: Gpu) -> dict[str, PhaseTime]:
-    """Of the phases of a step, in their order."""
+    """The times of the phases of a step, in their order."""
     rates = rates_of(gpu)
     totals = times_by(record.ops, rates, lambda op: op.phase)
     return {
@@ -143,8 +143,8 @@ def phase_times(record: RankRecord, gpu: Gpu) -> dict[str, PhaseTime]:
 
 
 def collective_seconds(call: Collective, rank: int, gpu: Gpu, link_efficiency: float) -> float:
-    """Of one call: the other ranks' part of its bytes over the links. A ring is as slow as its
-    slowest link; an all-to-all and a message take the link to each rank."""
+    """Seconds of one call: the other ranks' part of its bytes over the links. A ring is as slow as
+    its slowest link; an all-to-all and a message take the link to each rank."""
     node = gpu.node
     others = [
         other for other in (call.ranks if call.peer is None else (call.peer,)) if other != rank

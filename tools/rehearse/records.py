@@ -180,7 +180,7 @@ class OpTotal:
 
     @property
     def bytes(self) -> int:
-        """Of one call."""
+        """Bytes of one call."""
         return self.read + self.written
 
 

@@ -135,7 +135,7 @@ def _slice(
     end: int | None = None,
     step: int = 1,
 ) -> _Spec:
-    """Of a slice: a model's buffers are cut at a different place for each parameter."""
+    """The shape of a slice: a model's buffers are cut at a different place for each parameter."""
     first, stop, _ = slice(start, end).indices(tensor.shape[dim])
     shape, stride = list(tensor.shape), list(tensor.stride())
     shape[dim] = -(-max(stop - first, 0) // step)

@@ -26,7 +26,7 @@ _ONCE = ("megatron/core/distributed/", "megatron/core/optimizer/")
 
 @dataclass(frozen=True)
 class StepFigures:
-    """Of the fullest and of the slowest rehearsed rank.
+    """The figures of the fullest and of the slowest rehearsed rank.
 
     states: bytes of weights, gradients, optimizer, and a reference policy; activations: their peak
     in forward and backward; peak: of all live tensors. compute, communication, bubble: seconds of
@@ -56,7 +56,7 @@ def step_figures(
     records: Sequence[RankRecord],
     link_efficiency: float = LINK_EFFICIENCY,
 ) -> StepFigures:
-    """Of ``config`` on ``world`` GPUs, from the records of some of its ranks."""
+    """The figures of ``config`` on ``world`` GPUs, from the records of some of its ranks."""
     parallel = config.parallel
     mini_batch = plan_mini_batch(config, world)
     repeated = mini_batch.of_all / mini_batch.micro_batches
@@ -78,7 +78,7 @@ def step_figures(
 
 
 def compute_seconds(record: RankRecord, repeated: float, gpu: Gpu) -> float:
-    """Of a rank's step on the GPU. repeated: real micro-batches for each rehearsed one."""
+    """Seconds of a rank's step on the GPU. repeated: real micro-batches for each rehearsed one."""
     rates = rates_of(gpu)
     return sum(
         rates.seconds(op) * (1 if _is_once(op) else repeated)
@@ -99,7 +99,7 @@ def _is_once(op: OpTotal) -> bool:
 def communication_seconds(
     record: RankRecord, repeated: float, gpu: Gpu, link_efficiency: float
 ) -> float:
-    """Of a rank's step, nothing hidden behind products."""
+    """Seconds of communication of a rank's step, nothing hidden behind products."""
     seconds = 0.0
     for call in record.collectives:
         if call.phase in STEP_PHASES:

@@ -20,7 +20,7 @@ MOST_EXPENSIVE = 15
 
 
 def phase_rows(record: RankRecord, gpu: Gpu) -> Rows:
-    """Of each phase of the step: what the GPU does, the host and the collectives."""
+    """A row for each phase of the step: what the GPU does, the host and the collectives."""
     rows = [
         [
             "time of",

@@ -31,7 +31,7 @@ class Piece:
 
     @property
     def memory(self) -> tuple[object, ...]:
-        """The same for pieces with the same values: main weights in float32 are a view of the
+        """A key that pieces of the same memory share: main weights in float32 are a view of the
         model's.
         """
         values = self.values

@@ -320,7 +320,8 @@ def _raise_failure(failure: str, folder: Path) -> None:
 
 
 def _raise_together(failure: str) -> None:
-    """The same; the ranks exchange one number where none has a failure."""
+    """Raise ``CheckpointError`` on every rank if any rank has a failure; one all-reduce of a number
+    if none has."""
     failed = torch.tensor(float(bool(failure)), device=compute_device())
     dist.all_reduce(failed)
     if failed.item():

@@ -21,7 +21,7 @@ class Box:
         return math.prod(self.sizes)
 
     def moved(self, by: Sequence[int]) -> Box:
-        """The same region relative to an origin that lies ``by`` further back."""
+        """This region relative to an origin that lies ``by`` further back."""
         return Box(tuple(a + b for a, b in zip(self.offsets, by, strict=True)), self.sizes)
 
     def within(self, other: Box) -> Box | None:

@@ -64,8 +64,8 @@ class GatedDeltaNet(ChunkedMixer):
             self._initialize()
 
     def _initialize(self) -> None:
-        """As the family's own: ``dt_bias`` 1, decay rates uniform in [0.01, 16], the filters as
-        torch's.
+        """Initialize as the family does: ``dt_bias`` 1, decay rates uniform in [0.01, 16], filters
+        as torch's.
         """
         with torch.no_grad():
             self.dt_bias.fill_(1.0)

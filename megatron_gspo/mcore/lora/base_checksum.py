@@ -74,7 +74,7 @@ def _shards(
 
 
 def _positions(blocks: Sequence[int], rank: int, ranks: int) -> Tensor:
-    """Of what a rank holds where each block of a dimension is cut over the ranks."""
+    """The positions that a rank holds where each block of a dimension is cut over the ranks."""
     positions = []
     first = 0
     for size in blocks:

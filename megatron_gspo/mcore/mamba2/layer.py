@@ -65,7 +65,8 @@ class Mamba2(ChunkedMixer):
             self._initialize()
 
     def _initialize(self) -> None:
-        """As Megatron-Core's: decay rates uniform in [1, 16], D 1, the filters as torch's."""
+        """Initialize as Megatron-Core does: decay rates uniform in [1, 16], D 1, filters as
+        torch's."""
         with torch.no_grad():
             for parameter in (self.dt_bias, self.D, self.norm.weight):
                 parameter.fill_(1.0)
@@ -140,8 +141,8 @@ def mamba2(
 
 
 def _time_steps(steps: Tensor, dt_bias: Tensor, layout: ChunkLayout, dtype: torch.dtype) -> Tensor:
-    """[chunks, groups, r, size] from ``steps`` [t, groups, r]; any in slots without a token, which come
-    behind the last one of a sequence, where nothing reads them."""
+    """[chunks, groups, r, size] from ``steps`` [t, groups, r]; any in slots without a token, which
+    come behind the last one of a sequence, where nothing reads them."""
     padded = pad_rows(steps, layout.rows, layout.slots).view(*layout.valid.shape, -1)
     positive = F.softplus(padded.to(dtype) + dt_bias.to(dtype))
     return positive.unflatten(-1, steps.shape[1:]).permute(0, 2, 3, 1)

@@ -57,8 +57,8 @@ def names_of(shard: PackedBatch, rows: Tensor) -> list[Query]:
 
 @dataclass
 class SampledSelections:
-    """Of one micro-batch. rows: [q] int32 of the queries, on the device; by_layer: their selected
-    positions in order, [q, topk] int32."""
+    """The sampled selections of one micro-batch. rows: [q] int32 of the queries, on the device;
+    by_layer: their selected positions in order, [q, topk] int32."""
 
     queries: list[Query]
     rows: Tensor
@@ -94,8 +94,8 @@ def changed_counts(
 def rollout_counts(
     sampled: Sequence[SampledSelections], of_engine: Mapping[Query, np.ndarray]
 ) -> Tensor:
-    """The same between a pass and the rollout engine, whose selections [layers, topk] of some
-    queries this rank has: all layers of the model, from the first."""
+    """Like `changed_counts`, between a pass and the rollout engine, whose selections [layers, topk]
+    of some queries this rank has: all layers of the model, from the first."""
     totals = torch.zeros(2, dtype=torch.float64, device=compute_device())
     for of_pass in sampled:
         known = [row for row, query in enumerate(of_pass.queries) if query in of_engine]

@@ -59,7 +59,7 @@ def linear_modules(family: Family, shape: ModelShape) -> list[str]:
 def chosen_modules(
     known: Sequence[str], modules: Sequence[str], exclude: Sequence[str]
 ) -> frozenset[str]:
-    """Those of the linear modules ``known`` that match an entry of ``modules`` and none of
+    """The linear modules of ``known`` that match an entry of ``modules`` and none of
     ``exclude``.
 
     Raises ``ModuleListError`` for an entry that matches no module, or excluded ones alone, for a

@@ -230,7 +230,8 @@ def _call(arguments: list[object], output: object, wrapped: bool) -> Case:
 
 
 def _may_be_wrapped(outputs: Sequence[object]) -> bool:
-    """Of APPS and TACO some rows have the values as outputs, others lists of the one value.
+    """Whether outputs may be lists of one value: some rows of APPS and TACO have the values, others
+    lists of them.
 
     A list of another length is a value, and so are the others of its row.
     """

@@ -84,7 +84,8 @@ def _blocks(text: str, language: str) -> list[_Block]:
 
 
 def _label(match: re.Match[str]) -> str:
-    """Of `python`, `Python 3`, `{.python}`, `python:main.py`, `python title="x"`: python."""
+    """The language of a block's head: python for `python`, `Python 3`, `{.python}`,
+    `python:main.py` and `python title="x"`."""
     word = re.match(r"[{.\s]*([\w+#.-]*)", match["info"])
     return word[1].lower() if word is not None else ""
 

@@ -126,7 +126,7 @@ class _Launcher:
         kernel.mount("none", "/", None, kernel.MS_REC | kernel.MS_PRIVATE)
 
     def _enter_user_namespace(self, parent: int) -> None:
-        """As its root, which is an unprivileged user outside."""
+        """Become root of a new user namespace, which is an unprivileged user outside."""
         if self._uid is not None:
             kernel.become(self._uid)
             self._uid = None
@@ -298,7 +298,7 @@ def _wait(pid: int, limits: Limits, deadline: float) -> tuple[bool, float]:
 
 
 def _cpu_seconds(pid: int) -> float:
-    """Of a process, its descendants and those that were waited for."""
+    """CPU seconds of a process, its descendants and those that were waited for."""
     processes = _processes()
     seconds = 0.0
     family = [pid]

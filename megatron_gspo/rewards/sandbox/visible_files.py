@@ -50,7 +50,7 @@ def refuse_visible_files(code: CodeConfig, paths: Mapping[str, object]) -> None:
 
 
 def refuse_visible_run(config: Config) -> None:
-    """The same for a training run."""
+    """Like `refuse_visible_files`, for a training run."""
     data = config.data
     paths: dict[str, object] = {"model.path": config.model.path, "run_dir": config.run_dir}
     for name, source in data.by_source.items():

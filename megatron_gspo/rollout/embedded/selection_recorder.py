@@ -1,5 +1,5 @@
-"""What the indexers of sparse attention select while a Transformers model decodes, of the last token
-that each response feeds."""
+"""What the indexers of sparse attention select while a Transformers model decodes, of the last
+token that each response feeds."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class SelectionRecorder:
 
 
 class DecodedSelections:
-    """Of one decoded batch of B rows, the selection of the last token that each of them fed.
+    """The selections of the last token that each row fed, of a decoded batch of B rows.
 
     padding: [B] int64, the columns before a row's prompt. prompt_of_row: see `DecodedRoutes`.
     """
@@ -76,8 +76,8 @@ class DecodedSelections:
             self._keep(rows[is_response], columns[is_response])
 
     def of_rows(self) -> list[np.ndarray | None]:
-        """Of each row, ascending positions [layers, topk] int32; None where it had no more of
-        them."""
+        """The selection of each row: ascending positions [layers, topk] int32; None where it had no
+        more of them."""
         if self._columns is None or self._known is None:
             return [None] * len(self._padding)
         columns = self._columns.sort(dim=-1).values.cpu().numpy()

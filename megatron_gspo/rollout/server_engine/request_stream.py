@@ -104,7 +104,7 @@ class RequestStream:
     def take_tickets(
         self, count: int, *, patience: float | None = None
     ) -> list[tuple[int, list[Sample]]]:
-        """As `take`, with the ticket of each group."""
+        """Like `take`, with the ticket of each group."""
         if count > len(self._groups):
             raise ValueError(f"take({count}): only {len(self._groups)} groups were started")
         groups = self._loop.run(self._take(count, patience))

@@ -49,7 +49,7 @@ class TokenLogProb(msgspec.Struct, array_like=True, gc=False, frozen=True):
 
 
 class InputTokenLogProb(msgspec.Struct, array_like=True, gc=False, frozen=True):
-    """The same of an input token. The first has no log-prob."""
+    """The log-prob of an input token. The first has none."""
 
     log_prob: float | None
     token: TokenId

@@ -100,7 +100,7 @@ def _discard(held: list[Any]) -> None:
 
 
 def checksum(data: torch.Tensor) -> int:
-    """Of [n] uint8, on any device: the sum of its mixed 8-byte words, each times an odd number of
+    """The checksum of [n] uint8, on any device: its mixed 8-byte words, each times an odd number of
     its place, modulo 2**64. Every change of one word changes it."""
     whole = data.numel() // _WORD * _WORD
     rest = torch.zeros(_WORD, dtype=torch.uint8, device=data.device)
