@@ -64,7 +64,7 @@ _FLASH_HEAD_MULTIPLE = 8
 
 
 @dataclass(frozen=True)
-class Segments:
+class AttentionSegments:
     """The queries of a rank in their order, cut into runs, each with the keys that it attends; on
     the host.
 
@@ -79,7 +79,7 @@ class Segments:
     key_source: Tensor | None
 
 
-def segments_of(cu_seqlens: Tensor, cp_rank: int, cp_size: int) -> Segments:
+def segments_of(cu_seqlens: Tensor, cp_rank: int, cp_size: int) -> AttentionSegments:
     """The segments of a rank: its sequences, or under context parallelism its two chunks of each
     sequence.
 
@@ -89,7 +89,7 @@ def segments_of(cu_seqlens: Tensor, cp_rank: int, cp_size: int) -> Segments:
     """
     lengths = cu_seqlens.diff()
     if cp_size == 1:
-        return Segments(lengths, lengths, None)
+        return AttentionSegments(lengths, lengths, None)
     chunk = torch.arange(2 * cp_size, dtype=torch.int32)
     owner = torch.minimum(chunk, 2 * cp_size - 1 - chunk)
     width = chunk_lengths(lengths, cp_size)
@@ -107,7 +107,7 @@ def segments_of(cu_seqlens: Tensor, cp_rank: int, cp_size: int) -> Segments:
         first_row[:, attended].flatten(), width.repeat_interleave(len(attended))
     )
     key_lengths = (width[:, None] * (local_chunks + 1)).flatten()
-    return Segments(width.repeat_interleave(2), key_lengths, key_source)
+    return AttentionSegments(width.repeat_interleave(2), key_lengths, key_source)
 
 
 @dataclass(frozen=True)
@@ -167,7 +167,7 @@ class PackedSequences(PackedSeqParams):
     layouts: dict[int, ChunkLayout] = field(default_factory=dict)
 
     @cached_property
-    def segments(self) -> Segments:
+    def segments(self) -> AttentionSegments:
         """The segments of this rank."""
         return segments_of(self.cu_seqlens, self.cp_rank, self.cp_size)
 
