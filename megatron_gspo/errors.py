@@ -65,6 +65,14 @@ class ModelError(InputError):
     """
 
 
+class MissingPackageError(UserError, ImportError):
+    """An optional package that is not installed; one line that names what needs it and how to
+    install it.
+    """
+
+    exit_code = 2
+
+
 class RunError(UserError, RuntimeError):
     """A run that can't continue."""
 

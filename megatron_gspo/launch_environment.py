@@ -48,10 +48,22 @@ def run_alone() -> None:
 
 def world_size(environment: Mapping[str, str] = os.environ) -> int:
     """The number of processes of the run. Raises ``InputError``."""
-    given = environment.get("WORLD_SIZE", "1")
+    return _number_of_processes("WORLD_SIZE", environment.get("WORLD_SIZE", "1"))
+
+
+def local_world_size(environment: Mapping[str, str] = os.environ) -> int:
+    """The number of processes of the run on each node: torchrun's ``LOCAL_WORLD_SIZE``, else all, on
+    one node. Raises ``InputError``.
+    """
+    if (given := environment.get("LOCAL_WORLD_SIZE")) is None:
+        return world_size(environment)
+    return _number_of_processes("LOCAL_WORLD_SIZE", given)
+
+
+def _number_of_processes(name: str, given: str) -> int:
     if not given.isdecimal() or int(given) < 1:
         raise InputError(
-            f"WORLD_SIZE={given!r} in the environment: is not a number of processes; correct it"
+            f"{name}={given!r} in the environment: is not a number of processes; correct it"
         )
     return int(given)
 

@@ -8,7 +8,9 @@ import os
 
 import pytest
 
+from megatron_gspo.errors import InputError
 from megatron_gspo.launch_environment import (
+    local_world_size,
     run_alone,
     warn_of_ignored_processes,
 )
@@ -61,3 +63,20 @@ def test_a_run_of_one_process_says_that_the_others_are_ignored(environment, caps
     environment(TORCHRUN)
     warn_of_ignored_processes()
     assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ({}, 1),
+        ({"WORLD_SIZE": "4"}, 4),  # started without torchrun, on one node
+        ({"WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8"}, 8),
+    ],
+)
+def test_processes_of_a_node(variables, expected):
+    assert local_world_size(variables) == expected
+
+
+def test_what_is_no_number_of_processes_is_refused():
+    with pytest.raises(InputError, match="^LOCAL_WORLD_SIZE='auto' in the environment: is not a"):
+        local_world_size({"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "auto"})

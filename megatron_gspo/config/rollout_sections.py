@@ -108,13 +108,6 @@ class RolloutConfig(SamplingParams):
     """Weights in eight bits for the engine."""
 
     @property
-    def streams(self) -> bool:
-        """Whether groups outlive the step that started them, or more are started than a step
-        takes.
-        """
-        return self.max_staleness > 0 or self.oversampling > 1
-
-    @property
     def sequences(self) -> int:
         """Responses of a rollout batch."""
         return self.rollout_batch_size * self.n_samples_per_prompt

@@ -43,7 +43,7 @@ def load_task(
 
     data: format of the prompts; its keys of fields are not used. Raises ConfigError for an invalid
     format, PromptError for an unknown task, invalid options, or a task with too few distinct
-    questions, ImportError without reasoning-gym.
+    questions, MissingPackageError without reasoning-gym.
     """
     data = dataclasses.replace(
         data or DataConfig(), prompt_key="question", answer_key="answer", system_prompt_key=None

@@ -82,18 +82,15 @@ class Callbacks:
             callback.start(run, state.step)
 
     def after_rollout(self, step: int, batch: SampleBatch) -> dict[str, Mapping[str, float]]:
-        """The metrics of each, by name."""
-        return {name: callback.after_rollout(step, batch) for name, callback in self.named.items()}
+        """The metrics of each, by name. Raises `UserCodeError` where one returns something else."""
+        metrics = {name: each.after_rollout(step, batch) for name, each in self.named.items()}
+        _check_returned("after_rollout", metrics, Mapping, "a dict of metrics")
+        return metrics
 
     def after_step(self, step: int, metrics: Mapping[str, float]) -> dict[str, AfterStep]:
-        """What each asks for, by name."""
+        """What each asks for, by name. Raises `UserCodeError` where one returns something else."""
         asked = {name: each.after_step(step, metrics) for name, each in self.named.items()}
-        for name, after in asked.items():
-            if not isinstance(after, AfterStep):
-                raise UserCodeError(
-                    f"{KEY} = {name!r}: after_step returned a {type(after).__name__}; return"
-                    " AfterStep()"
-                )
+        _check_returned("after_step", asked, AfterStep, "AfterStep()")
         return asked
 
     def end(self, state: LoopState) -> None:
@@ -105,6 +102,17 @@ class Callbacks:
         """Of those that have one."""
         states = {name: callback.state() for name, callback in self.named.items()}
         return {name: state for name, state in states.items() if state}
+
+
+def _check_returned(
+    hook: str, returned: Mapping[str, object], expected: type, description: str
+) -> None:
+    """returned: by callback. description: of what it should be, for the message."""
+    for name, value in returned.items():
+        if not isinstance(value, expected):
+            raise UserCodeError(
+                f"{KEY} = {name!r}: {hook} returned a {type(value).__name__}; return {description}"
+            )
 
 
 def add_metrics(

@@ -32,6 +32,7 @@ from megatron_gspo.environments.episodes import (
     EpisodeHost,
 )
 from megatron_gspo.errors import first_line
+from megatron_gspo.launch_environment import local_world_size
 from megatron_gspo.loop.weight_handles import handle_sources
 from megatron_gspo.mcore.process_groups import compute_device, current_groups
 from megatron_gspo.mcore.routing_replay.selections import Query
@@ -294,9 +295,7 @@ def _server_source(
         nonlocal started
         if not servers.num_servers:
             return list(servers.urls)
-        trainer_gpus = (
-            int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if torch.cuda.is_available() else 0
-        )
+        trainer_gpus = local_world_size() if torch.cuda.is_available() else 0
         started = start_servers(with_update_arguments(config), trainer_gpus=trainer_gpus)
         return list(started.urls)
 
@@ -366,7 +365,7 @@ def client_ranks(config: Config) -> tuple[int, ...]:
     on_first_node = bool(config.servers.num_servers) or any(
         is_loopback(url) for url in config.servers.urls
     )
-    return tuple(rank for rank in first if not on_first_node or rank < _ranks_of_the_first_node())
+    return tuple(rank for rank in first if not on_first_node or rank < local_world_size())
 
 
 def weight_sources(config: Config, urls: Sequence[str]) -> tuple[Source, ...]:
@@ -383,22 +382,18 @@ def weight_sources(config: Config, urls: Sequence[str]) -> tuple[Source, ...]:
             )
             fix = "set it to disk, tensor or distributed"
             raise ConfigError(f"{servers.section}.weight_transport", "ipc", problem, fix)
-        return handle_sources(config, urls, _ranks_of_the_first_node())
+        return handle_sources(config, urls, local_world_size())
     if config.lora.sends_adapters and servers.weight_transport == "tensor":
         return WHOLE
-    one_node = sources[-1].rank < _ranks_of_the_first_node()
+    one_node = sources[-1].rank < local_world_size()
     # Who sends all requests.
     by_rank_zero = servers.weight_transport == "disk" or servers.uses_receiver
     return sources if one_node or bool(servers.urls) or by_rank_zero else WHOLE
 
 
-def _ranks_of_the_first_node() -> int:
-    return int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
-
-
 def _transport(config: Config) -> WeightTransport:
     address = config.servers.master_address
-    if dist.get_rank() >= _ranks_of_the_first_node():
+    if dist.get_rank() >= local_world_size():
         first_node = f"http://{os.environ['MASTER_ADDR']}"  # where servers that the run starts are
         address = local_address(first_node) if config.servers.num_servers else None
     plan = config.quantization_plan

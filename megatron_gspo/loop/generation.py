@@ -96,10 +96,10 @@ class RolloutGenerator:
         generated = 0
         for attempt in range(generations):
             used = set(np.concatenate([varied.table, equal.table])["prompt_index"].tolist())
-            cursor = self._submit(
-                cursor, size - len(varied) // n, step * generations + attempt, used
-            )
-            ready = min(size - len(varied) // n, len(cursor.pending))
+            missing = size - len(varied) // n
+            in_flight = math.ceil(missing * config.rollout.oversampling)
+            cursor = self._submit(cursor, in_flight, step * generations + attempt, used)
+            ready = min(missing, len(cursor.pending))
             if not ready:  # all prompts of a small data set are used
                 continue
             batch, counts, cursor = self._collect(ready, step, cursor, timers)
@@ -129,36 +129,21 @@ class RolloutGenerator:
         # no more than later steps can take: groups are trained on in this order, and the last must
         # not be too old then
         ahead = rollout.rollout_batch_size * rollout.max_staleness
-        cursor = next_prompts(self.prompts, cursor, ahead, set())
-        self._submit_pending(cursor, step + 1)
-        return cursor
+        return self._submit(cursor, ahead, step + 1, set())
 
     def _submit(self, cursor: DataCursor, count: int, seed_step: int, used: Set[int]) -> DataCursor:
-        """Bring the groups in flight to what ``count`` groups of this step need."""
-        rollout = self.config.rollout
-        if rollout.streams:
-            cursor = next_prompts(
-                self.prompts, cursor, math.ceil(count * rollout.oversampling), used
-            )
-        else:
-            drawn, position = self.prompts.batch(cursor.drawn, count)
-            cursor = DataCursor(
-                position, tuple(index for index in drawn.indices if index not in used)
-            )
-        self._submit_pending(cursor, seed_step)
-        return cursor
-
-    def _submit_pending(self, cursor: DataCursor, seed_step: int) -> None:
-        """Submit the pending prompts that are not in flight: new ones, and those that were
-        discarded.
+        """Bring the groups in flight to ``count``: those of the first pending prompts, which were
+        discarded, are left of a run that is resumed, or are new.
         """
+        cursor = next_prompts(self.prompts, cursor, count, used)
         in_flight = set(self.groups.pending())
-        new = [index for index in cursor.pending if index not in in_flight]
+        new = [index for index in cursor.pending[:count] if index not in in_flight]
         if new:
             seed = rollout_seed(self.config.seed, seed_step)
             self.groups.submit(
                 ChosenPrompts.by_index(self.prompts.prompts, new), self.config.rollout, seed=seed
             )
+        return cursor
 
     def _collect(
         self, count: int, step: int, cursor: DataCursor, timers: Timers
@@ -200,11 +185,11 @@ class RolloutGenerator:
 
     def _reference_answers(self, cursor: DataCursor, timers: Timers) -> Rollout:
         """Supervised training: the prompts' answers, without rewards."""
-        prompts, position = self.prompts.batch(cursor.drawn, self.config.rollout.rollout_batch_size)
+        size = self.config.rollout.rollout_batch_size
         with timers("generate"):
-            self.groups.submit(prompts, self.config.rollout, seed=0)
-            batch = self.groups.collect(len(prompts))
-        return Rollout(batch, DataCursor(position), {})
+            cursor = self._submit(cursor, size, 0, set())
+            batch = self.groups.collect(size)
+        return Rollout(batch, DataCursor(cursor.drawn, cursor.pending[size:]), {})
 
 
 def next_prompts(

@@ -31,7 +31,8 @@ def mask_samples(
     """The batch with an empty ``loss_mask`` of responses that don't count, which reduces N too, and
     ``masked/*`` counts by the first reason that applies.
 
-    Raises RunError if no response has finite log-probs. A collective of the batch's group.
+    Raises RunError if no response with tokens has finite log-probs, whether it counts or not. A
+    collective of the batch's group.
 
     Args:
         truncated: mask responses that were cut off.
@@ -40,25 +41,26 @@ def mask_samples(
     table = batch.table
     finish = {reason: table["finish"] == i for i, reason in enumerate(FINISH_REASONS)}
     responses = batch.responses
-    broken = batch.shared(responses.sums(responses["loss_mask"] & ~_has_finite_log_probs(batch)))
+    non_finite = responses["loss_mask"] & ~_has_finite_log_probs(batch)
+    broken = batch.shared(responses.sums(non_finite)) > 0
     empty = table["trained"] == 0
+    if broken.any() and (broken | empty).all():
+        raise RunError(
+            f"step {step + 1}: no response has finite log-probs under the training engine, so its"
+            " weights are broken; look at grad_norm before, lower optimizer.lr, and resume from an"
+            " earlier checkpoint"
+        )
     reasons = (
         ("empty", empty),
         ("truncated", finish["abort"] | (finish["length"] & truncated)),
         ("unscored", ~np.isfinite(table["reward"])),
-        ("non_finite", broken > 0),
+        ("non_finite", broken),
     )
     counts: dict[str, float] = {}
     masked = np.zeros(len(batch), dtype=bool)
     for name, applies in reasons:
         counts[f"masked/{name}"] = float(np.count_nonzero(applies & ~masked))
         masked |= applies
-    if counts["masked/non_finite"] and masked.all():
-        raise RunError(
-            f"step {step + 1}: no response has finite log-probs under the training engine, so its"
-            " weights are broken; look at grad_norm before, lower optimizer.lr, and resume from an"
-            " earlier checkpoint"
-        )
     if not (masked & ~empty).any():
         return batch, counts
     is_masked = responses.repeat(masked[responses.positions])

@@ -31,7 +31,7 @@ from megatron_gspo.tracking.progress import Progress
 from megatron_gspo.tracking.run_directory import RunDirectory, evenly_spaced
 from megatron_gspo.tracking.run_environment import describe_environment
 from megatron_gspo.tracking.timeline import draw_timeline
-from megatron_gspo.tracking.trackers import TRACKERS, RunInfo, make_trackers
+from megatron_gspo.tracking.trackers import RunInfo, enabled_trackers, make_trackers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -116,7 +116,6 @@ class MetricsLogger:
         self._warned: set[str] = set()
         if not self._active:
             return
-        tracking = config.tracking
         resumed = resume_step if resume_step else None
         with writing(config.run_dir):
             self._directory = self._stack.enter_context(
@@ -133,7 +132,7 @@ class MetricsLogger:
         )
         self._trackers = make_trackers(
             RunInfo(Path(config.run_dir), config.dump(), resumed),
-            **{package: getattr(tracking, package) for package in TRACKERS},
+            **enabled_trackers(config.tracking),
         )
         if self._directory.earlier is not None:
             logger.warning(

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from megatron_gspo.config import Config
 from megatron_gspo.data.sample import Prompt, Sample
 from megatron_gspo.data.sample_batch import ROW, SampleBatch
-from megatron_gspo.errors import RunError, writing
+from megatron_gspo.errors import DiskError, RunError, first_line, writing
 from megatron_gspo.given_names import BATCHES
 from megatron_gspo.loop.generation import DataCursor, Rollout
 from megatron_gspo.mcore.checkpoint.checkpoint_files import ROLLOUTS
@@ -57,7 +57,8 @@ class RolloutCache:
         """The rollouts of a step (counted from 0): those in ``training.batches`` for half of the
         loop, else those of `read_or_draw`, which are then written there.
 
-        Raises ``RunError`` where ``training.only: train`` finds none.
+        Raises ``RunError`` where ``training.only: train`` finds none, and ``DiskError`` where
+        ``training.only: rollout`` can't write one: the run has no other output.
         """
         training = self.config.training
         if training.batches is None:
@@ -71,10 +72,11 @@ class RolloutCache:
             )
         if rollout is None:
             rollout = self.read_or_draw(checkpoint, draw)
-            if dist.get_rank() == 0:
-                with writing(folder):
-                    folder.mkdir(parents=True, exist_ok=True)
-            self.write(folder, rollout)
+            run_on_rank_zero(lambda: _make(folder))
+            if training.only == "rollout":
+                self.write(folder, rollout)
+            else:
+                self._keep(folder, rollout)
         return rollout
 
     def read_or_draw(self, checkpoint: Path | None, draw: Callable[[], Rollout]) -> Rollout:
@@ -88,13 +90,21 @@ class RolloutCache:
         rollout = self.read(checkpoint)
         if rollout is None:
             rollout = draw()
-            self.write(checkpoint, rollout)
+            self._keep(checkpoint, rollout)
         return rollout
 
-    def write(self, checkpoint: Path, rollout: Rollout) -> None:
-        """Keep ``rollout`` in the checkpoint. A failure of any rank is reported and has no other
-        effect. A collective of the batch's group."""
-        temporary = checkpoint / (_FILE + ".tmp")
+    def _keep(self, folder: Path, rollout: Rollout) -> None:
+        """`write`, whose failure is reported and has no other effect."""
+        try:
+            self.write(folder, rollout)
+        except DiskError as error:
+            if dist.get_rank() == 0:
+                logger.warning(f"rollouts not kept in {folder}: {error}")
+
+    def write(self, folder: Path, rollout: Rollout) -> None:
+        """Write ``rollout`` into a folder. Raises ``DiskError`` on every rank if one fails; there is
+        no part of a file then. A collective of the batch's group."""
+        temporary = folder / (_FILE + ".tmp")
         batch = rollout.batch
         failed = ""
         section = np.zeros(1, dtype=_SECTION)
@@ -102,29 +112,40 @@ class RolloutCache:
             for chunk in _chunks(batch):
                 section["bytes"] += len(chunk)
                 section["crc32"] = zlib.crc32(chunk, int(section["crc32"][0]))
-        except (TypeError, ValueError) as error:  # metadata that JSON can't represent
-            failed = f"{type(error).__name__}: {error}"
+        except (TypeError, ValueError) as error:
+            failed = (
+                f"{folder}: cannot be written: the samples cannot be encoded"
+                f" ({type(error).__name__}: {first_line(error)}); give them metadata that JSON can"
+                " represent"
+            )
         sections = np.concatenate(gather_rows_of_ranks(section, batch.group))
         # It alone reads the prompts.
         head = self._head(rollout, sections) if dist.get_rank() == 0 else b""
         [head_bytes] = sum_over_ranks(np.array([len(head)], dtype=np.int64), batch.group).tolist()
         offset = head_bytes + batch.table.nbytes + int(sections["bytes"][: dist.get_rank()].sum())
-        if dist.get_rank() == 0 and not failed:
-            failed = _attempt(lambda: _write(temporary, "wb", 0, [head, batch.table.tobytes()]))
+
+        def begin() -> None:
+            if dist.get_rank() == 0:
+                _write(temporary, "wb", 0, [head, batch.table.tobytes()])
+
+        def add_section() -> None:
+            if section["bytes"][0]:
+                _write(temporary, "r+b", offset, _chunks(batch))
+
+        def finish() -> None:
+            if dist.get_rank() == 0:
+                os.replace(temporary, folder / _FILE)
+
         problem = first_failure(failed, batch.group)
-        if problem is None and section["bytes"][0]:
-            failed = _attempt(lambda: _write(temporary, "r+b", offset, _chunks(batch)))
-        problem = problem or first_failure(failed, batch.group)
-        if dist.get_rank() != 0:
+        for action in (begin, add_section, finish):
+            if problem is None:
+                problem = first_failure(_attempt(action, temporary), batch.group)
+        if problem is None:
             return
-        if problem is None and not (
-            failed := _attempt(lambda: os.replace(temporary, checkpoint / _FILE))
-        ):
-            return
-        with contextlib.suppress(OSError):  # not there, or not this run's
-            temporary.unlink()
-        reason = problem[1] if problem else failed
-        logger.warning(f"rollouts not kept in {checkpoint}: {reason}")
+        if dist.get_rank() == 0:
+            with contextlib.suppress(OSError):  # not there, or not this run's
+                temporary.unlink()
+        raise DiskError(problem[1])
 
     def _head(self, rollout: Rollout, sections: np.ndarray) -> bytes:
         table = rollout.batch.table
@@ -292,12 +313,18 @@ def _write(file: Path, mode: str, offset: int, chunks: Iterator[bytes] | Sequenc
         os.fsync(stream.fileno())
 
 
-def _attempt(action: Callable[[], None]) -> str:
-    """Why an action on files failed; empty where it didn't."""
+def _make(folder: Path) -> None:
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+
+
+def _attempt(action: Callable[[], None], file: Path) -> str:
+    """Why an action that writes the file failed; empty where it didn't."""
     try:
-        action()
-    except OSError as error:
-        return f"{type(error).__name__}: {error}"
+        with writing(file):
+            action()
+    except DiskError as error:
+        return str(error)
     return ""
 
 

@@ -4,7 +4,7 @@ corrected on request.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -50,6 +50,10 @@ class _Tokens:
             Segments(mask, ids, len(responses)),
         )
 
+    def with_mask(self, mask: Tensor) -> _Tokens:
+        """The same tokens with others trained: [T] bool."""
+        return replace(self, mask=mask, segments=replace(self.segments, loss_mask=mask))
+
 
 def mismatch(
     batch: TrainingBatch, log_probs: np.ndarray, ratios: dict[str, RatioHistogram]
@@ -93,8 +97,9 @@ def correct_mismatch(
     """Apply ``algorithm.rollout_rs`` and ``rollout_is`` to a batch with old log-probs and
     advantages.
 
-    Rejected tokens leave ``loss_mask`` first, so that ``|y_i|``, N and M decrease with them; the
-    importance weights are those of the remaining tokens. A response without a trained token still
+    Tokens are rejected first, and the importance weights are those of the tokens that are left.
+    Rejected tokens leave ``loss_mask``, so that ``|y_i|``, N and M decrease with them, or with
+    ``rollout_rs_denominator: all`` get an advantage of 0. A response without a trained token still
     counts in its group's mean and std: its reward is known. Whole samples are compared, before they
     are cut into batches, so the result doesn't depend on the cut. A collective of the batch's
     group.
@@ -109,16 +114,23 @@ def correct_mismatch(
             "the engine gives no log-probs",
             "use another, as dr_grpo",
         )
-    for key, apply in (("rollout_rs", _reject), ("rollout_is", _weight)):
-        if (level := getattr(algorithm, key)) == "none":
-            continue
-        if batch.lacks("rollout_log_probs"):
+    for key in ("rollout_rs", "rollout_is"):
+        level = getattr(algorithm, key)
+        if level != "none" and batch.lacks("rollout_log_probs"):
             raise ConfigError(
                 f"algorithm.{key}", level, "the engine gives no log-probs", "set it to none"
             )
-        tokens = _Tokens.of(batch.responses, "old_log_probs")
-        batch, correction_metrics = apply(algorithm, batch, tokens)
-        metrics |= correction_metrics
+    if algorithm.rollout_rs == algorithm.rollout_is == "none":
+        return batch, metrics
+    tokens = _Tokens.of(batch.responses, "old_log_probs")
+    if algorithm.rollout_rs != "none":
+        kept = _kept(algorithm, tokens)
+        batch, rejection_metrics = _reject(algorithm, batch, tokens, kept)
+        metrics |= rejection_metrics
+        tokens = tokens.with_mask(kept)
+    if algorithm.rollout_is != "none":
+        batch, weight_metrics = _weight(algorithm, batch, tokens)
+        metrics |= weight_metrics
     return batch, metrics
 
 
@@ -154,11 +166,10 @@ def _with_weights(batch: TrainingBatch, weights: np.ndarray, *, by_token: bool) 
 
 
 def _reject(
-    algorithm: AlgorithmConfig, batch: TrainingBatch, tokens: _Tokens
+    algorithm: AlgorithmConfig, batch: TrainingBatch, tokens: _Tokens, kept: Tensor
 ) -> tuple[TrainingBatch, dict[str, float]]:
-    """Exclude what the engines score too differently: from ``loss_mask``, or with
+    """Exclude the trained tokens that are not kept [T]: from ``loss_mask``, or with
     ``rollout_rs_denominator: all`` by an advantage of 0."""
-    kept = _kept(algorithm, tokens)
     if algorithm.rollout_rs_denominator == "all":
         counts = (kept | ~tokens.mask).numpy()
         left = _with_weights(batch, counts, by_token=algorithm.rollout_rs.startswith("token"))
@@ -197,30 +208,36 @@ def _weight(
 ) -> tuple[TrainingBatch, dict[str, float]]:
     """Multiply the advantages by the importance weights. The metrics are over what has a weight of
     its own: trained tokens, or sequences with a trained token."""
-    low = algorithm.rollout_is_threshold_lower
-    cap = algorithm.rollout_is_threshold
+    lower = algorithm.rollout_is_threshold_lower
+    threshold = algorithm.rollout_is_threshold
+    by_token = algorithm.rollout_is == "token"
     both = (tokens.log_probs, tokens.rollout)
-    if algorithm.rollout_is == "token":
-        weights = token_importance_weights(*both, tokens.mask, threshold=cap, lower=low)
-        units = weights[tokens.mask]
+    if by_token:
+        weights = token_importance_weights(*both, tokens.mask, threshold=threshold, lower=lower)
+        own = weights[tokens.mask]
     else:
-        weights = sequence_importance_weights(*both, tokens.segments, threshold=cap, lower=low)
-        # Any token's: they are equal.
+        weights = sequence_importance_weights(
+            *both, tokens.segments, threshold=threshold, lower=lower
+        )
+        # The weights of a sequence's tokens are equal, so any of them is its own.
         ids = tokens.segments.segment_ids
-        last = torch.zeros(len(batch.responses)).index_copy(0, ids, weights)
-        units = last[ids[tokens.mask].unique()]
-    weighted = _with_weights(batch, weights.numpy(), by_token=algorithm.rollout_is == "token")
-    w = units.double()
-    count, total, squares, cut = batch.sum(
-        len(w), float(w.sum()), float(w.square().sum()), float((units >= cap).sum())
+        of_sequences = torch.zeros(len(batch.responses)).index_copy(0, ids, weights)
+        own = of_sequences[ids[tokens.mask].unique()]
+    weighted = _with_weights(batch, weights.numpy(), by_token=by_token)
+    truncated = own >= threshold
+    own = own.double()
+    count, total, squares, num_truncated = batch.sum(
+        len(own), float(own.sum()), float(own.square().sum()), float(truncated.sum())
     )
-    least, most = batch.max(*(-float(w.min()), float(w.max())) if len(w) else (-np.inf, -np.inf))
+    smallest, largest = (float(own.min()), float(own.max())) if len(own) else (np.inf, -np.inf)
+    negated_smallest, largest = batch.max(-smallest, largest)
     if not count:
         return weighted, {}
     return weighted, {
         "rollout_is/weight_mean": total / count,
-        "rollout_is/weight_min": -least,
-        "rollout_is/weight_max": most,
-        "rollout_is/effective_sample_size": total**2 / squares / count,
-        "rollout_is/truncated": cut / count,
+        "rollout_is/weight_min": -negated_smallest,
+        "rollout_is/weight_max": largest,
+        # All weights may be too small for a float.
+        "rollout_is/effective_sample_size": total**2 / squares / count if squares else 0.0,
+        "rollout_is/truncated": num_truncated / count,
     }

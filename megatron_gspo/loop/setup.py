@@ -13,7 +13,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from megatron_gspo.config import Config, ConfigError, DataConfig, RoutingConfig, TeacherConfig
 from megatron_gspo.data.prompt_mix import MixedPrompts, MixedPromptSource
-from megatron_gspo.data.prompts import PromptError, PromptSource
+from megatron_gspo.data.prompts import PromptSource
 from megatron_gspo.data.sample import Prompt
 from megatron_gspo.environments.environment_pool import EnvironmentPool
 from megatron_gspo.loop.adapter_start import start_from_adapters
@@ -45,6 +45,7 @@ from megatron_gspo.rollout.server_engine.scoring_client import ScoringClient
 from megatron_gspo.rollout.server_engine.server_api import ServedModel
 from megatron_gspo.rollout.server_kinds import SERVER_KINDS
 from megatron_gspo.routing_replay.perturbation import Perturbation, load_perturbation
+from megatron_gspo.tracking.trackers import enabled_trackers, require_packages
 from megatron_gspo.weight_transport.weight_source import WeightSource
 
 if TYPE_CHECKING:
@@ -138,10 +139,7 @@ def build_components(config: Config, *, engine: RolloutEngine | None = None) -> 
     disable_progress_bar()  # Transformers' own, one line for each rank
     tokenizer = load_tokenizer(config)
     check_teacher_tokenizers(config.distillation, tokenizer)
-    try:
-        train, held_out, dropped = load_data(config, tokenizer, prompt_cache(config))
-    except ImportError as error:  # an optional package; the message names it
-        raise PromptError(str(error)) from None
+    train, held_out, dropped = load_data(config, tokenizer, prompt_cache(config))
     generates = config.training.only != "train"
     if not generates:
         held_out = []
@@ -153,6 +151,7 @@ def build_components(config: Config, *, engine: RolloutEngine | None = None) -> 
     if held_out and config.evaluation.verifier is not None:
         eval_rewards = verifier_rewards(config.evaluation_data)
     groups = initialize(parallel, seed=config.seed)
+    run_on_rank_zero(lambda: require_packages(**enabled_trackers(config.tracking)))
     policy = build_policy(
         config.model,
         parallel,

@@ -37,8 +37,8 @@ def load_verifier(name: str, options: dict[str, Any] | None = None) -> Verifier:
     name: one of `BUILT_IN`, "path/to/file.py:function" or "package.module:function".
     options: for built-in ones the keyword arguments of the `make_...` function below; for others
         keyword arguments of every call.
-    Raises VerifierError in one line if it can't be found, loaded or called; ImportError for a
-        missing package.
+    Raises VerifierError in one line if it can't be found, loaded or called; MissingPackageError
+        without an optional package that it needs.
     """
     options = options or {}
     if name in BUILT_IN:

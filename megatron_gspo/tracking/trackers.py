@@ -24,8 +24,9 @@ from typing import Any, Protocol, TypeVar
 
 import psutil
 
+from megatron_gspo.config import TrackingConfig
 from megatron_gspo.config.load import flat
-from megatron_gspo.errors import first_line
+from megatron_gspo.errors import MissingPackageError, first_line
 from megatron_gspo.launch_environment import without_launch_variables
 from megatron_gspo.terminal import get_logger
 
@@ -363,24 +364,34 @@ class _Feed:
             self._tracker.kill()
 
 
+def enabled_trackers(tracking: TrackingConfig) -> dict[str, bool | str]:
+    """What the config has for each of `TRACKERS`, by name."""
+    return {package: getattr(tracking, package) for package in TRACKERS}
+
+
 def make_trackers(run: RunInfo, **enabled: bool | str) -> TrackerSet:
     """The trackers that are enabled, by their names in `TRACKERS`.
 
     A string is the name of the project, or experiment of MLflow; True takes "megatron-gspo". Raises
-    ImportError, one line, if a package is missing.
+    what `require_packages` raises.
     """
+    require_packages(**enabled)
     trackers = TrackerSet()
     for package, given in enabled.items():
         if given:
-            kind = TRACKERS[package]
-            if importlib.util.find_spec(package) is None:
-                raise ImportError(
-                    f"tracking.{package} is set: {package} is not installed; "
-                    f"pip install {kind.installs} or set the key to false"
-                )
             project = given if isinstance(given, str) else "megatron-gspo"
-            trackers.add(kind.name, RemoteTracker(package, run, project))
+            trackers.add(TRACKERS[package].name, RemoteTracker(package, run, project))
     return trackers
+
+
+def require_packages(**enabled: bool | str) -> None:
+    """Raises MissingPackageError if the package of an enabled tracker is not installed."""
+    for package, given in enabled.items():
+        if given and importlib.util.find_spec(package) is None:
+            raise MissingPackageError(
+                f"tracking.{package} is set: {package} is not installed; pip install"
+                f" {TRACKERS[package].installs} or set the key to false"
+            )
 
 
 def _stored_id(run: RunInfo, file_name: str, make: Callable[[], str]) -> str:

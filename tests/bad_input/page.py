@@ -30,6 +30,7 @@ BLOCK = re.compile(r"<!-- messages: (.+) -->\n(?:.*\n)*?<!-- /messages -->")
 GROUPS: dict[str, tuple[Case, ...]] = {
     "Messages": (
         *test_config.CASES,
+        *test_config.NOT_INSTALLED.values(),
         test_config.ALONE,
         test_config.NO_GPU,
         test_config.NO_NUMBER,

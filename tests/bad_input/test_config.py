@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import shutil
 import socket
+import sys
 
 import pytest
 import torch
@@ -133,6 +134,29 @@ def test_config(case, model, tmp_path):
     config = small_config(model, tmp_path, training={"global_batch_size": 8})
     if case.breaks:
         case.breaks(config, tmp_path)
+    check(case, start(config, tmp_path, *case.overrides))
+
+
+NOT_INSTALLED = {
+    "wandb": Case(
+        "a tracker that is not installed",
+        "is not installed; pip install",
+        ("tracking.wandb=true",),
+        shows=("tracking.wandb is set", "or set the key to false"),
+    ),
+    "math_verify": Case(
+        "a verifier whose package is not installed",
+        "verifier math_verify needs math-verify: pip install",
+        ("data.verifier=math_verify", "data.verifier_timeout=null"),
+    ),
+}
+
+
+@pytest.mark.parametrize("package", NOT_INSTALLED)
+def test_a_package_that_is_not_installed(package, model, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, package, None)  # what Python puts there to refuse an import
+    case = NOT_INSTALLED[package]
+    config = small_config(model, tmp_path, training={"global_batch_size": 8})
     check(case, start(config, tmp_path, *case.overrides))
 
 

@@ -12,7 +12,7 @@ from megatron_gspo.config import DataConfig
 from megatron_gspo.data.optional_module import optional_module
 from megatron_gspo.data.prompt_files import HELD_OUT, PromptError, read_rows, split_notes
 from megatron_gspo.data.prompts import load_prompts
-from megatron_gspo.errors import InputError
+from megatron_gspo.errors import InputError, MissingPackageError
 from tests.support.prompt_rows import CHAT, ROWS, write_jsonl
 from tests.support.samples import CharTokenizer
 
@@ -140,7 +140,8 @@ def test_unreadable_parquet_and_datasets(tmp_path):
 
 def test_a_missing_package_is_named_with_its_extra():
     with pytest.raises(
-        ImportError, match=r"reading x.parquet needs no-such: pip install 'megatron-gspo\[data\]'"
+        MissingPackageError,
+        match=r"reading x.parquet needs no-such: pip install 'megatron-gspo\[data\]'",
     ):
         optional_module("no_such_module", "no-such", "data", "reading x.parquet")
     assert "no_such_module" not in sys.modules

@@ -134,11 +134,19 @@ def test_what_is_refused_at_the_start(tmp_path: Path, function: str, words: str)
 
 def test_a_hook_that_returns_nothing_is_refused():
     class Forgetful(Callback):
+        def after_rollout(self, step, batch):
+            return None
+
         def after_step(self, step, metrics):
             return None
 
-    with pytest.raises(UserCodeError, match="after_step returned a NoneType; return AfterStep()"):
-        Callbacks({"own.py:Forgetful": Forgetful()}).after_step(1, {})
+    callbacks = Callbacks({"plain": Callback(), "own.py:Forgetful": Forgetful()})
+    for hook, result in (("after_rollout", "a dict of metrics"), ("after_step", "AfterStep()")):
+        with pytest.raises(UserCodeError) as error:
+            getattr(callbacks, hook)(1, {})
+        assert str(error.value) == (
+            f"callbacks = 'own.py:Forgetful': {hook} returned a NoneType; return {result}"
+        )
 
 
 def test_a_metric_that_the_step_has_already_is_refused():

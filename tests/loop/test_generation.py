@@ -83,9 +83,8 @@ def generator(
     rewards: Rewards | None = None, *, prompts: PromptSource = PROMPTS, **sections: Any
 ) -> RolloutGenerator:
     rollout = {"rollout_batch_size": 3, "n_samples_per_prompt": 2, **sections.pop("rollout", {})}
-    config = base_config(
-        "model", "run", rollout=rollout, training={"global_batch_size": 6}, **sections
-    )
+    sections = {"training": {"global_batch_size": 6}, **sections}
+    config = base_config("model", "run", rollout=rollout, **sections)
     return RolloutGenerator(Source(), prompts, rewards or Rewards(), Config.from_dict(config))
 
 
@@ -277,6 +276,30 @@ def test_stale_groups_continue_and_a_resumed_run_begins_them_again():
     assert resumed.groups.submitted == [([3, 4, 5, 6, 7], rollout_seed(7, 7))]
 
 
+SFT = {
+    "algorithm": {"name": "sft"},
+    "rollout": {"engine": "sft", "n_samples_per_prompt": 1},
+    "training": {"global_batch_size": 3},
+}
+
+
+@pytest.mark.parametrize("sections", [{}, SFT], ids=["sampled", "sft"])
+@pytest.mark.parametrize(
+    ("cursor", "taken", "after"),
+    [
+        (DataCursor(5, (3, 4)), [3, 4, 5], DataCursor(6)),
+        (DataCursor(9, (3, 4, 5, 6)), [3, 4, 5], DataCursor(9, (6,))),
+        (DataCursor(5, (3, 12)), [3, 5, 6], DataCursor(7)),
+    ],
+    ids=["fewer", "more", "gone"],
+)
+def test_pending_prompts_of_a_run_that_oversampled_come_first(sections, cursor, taken, after):
+    made = generator(**sections)
+    rollout = made.draw(1, cursor, Timers())
+    assert [submitted for submitted, _ in made.groups.submitted] == [taken]
+    assert sorted(set(indices(rollout.batch))) == taken and rollout.cursor == after
+
+
 def test_with_overlap_the_next_steps_groups_are_submitted_before_training():
     made = generator(rollout={**SERVERS, "max_staleness": 2, "overlap": True}, sglang=SGLANG)
     rollout = made.draw(0, DataCursor(), Timers())
@@ -286,6 +309,9 @@ def test_with_overlap_the_next_steps_groups_are_submitted_before_training():
         ([0, 1, 2], rollout_seed(7, 0)),
         ([3, 4, 5, 6, 7, 8], rollout_seed(7, 1)),
     ]
+    resumed = replace(made, groups=Source())
+    resumed.prepare_for_training(0, DataCursor(10, tuple(range(3, 10))))
+    assert resumed.groups.pending() == [3, 4, 5, 6, 7, 8], "a further one would be too old"
 
 
 def test_the_cursor_is_filled_with_prompts_that_are_not_used():

@@ -62,8 +62,15 @@ def test_cut_off_responses_are_masked_on_request():
 
 
 def test_no_finite_log_prob_at_all_ends_the_run():
+    broken = [non_finite(NAN), non_finite(NAN, reward=NAN), sample(1, mask=[False] * 3)]
     with pytest.raises(RunError, match="step 3: no response has finite log-probs"):
-        mask_samples(
-            TrainingBatch.of([non_finite(NAN), sample(1, reward=NAN)]), step=2, truncated=False
-        )
-    mask_samples(TrainingBatch.of([non_finite(NAN), sample(1)]), step=2, truncated=False)
+        mask_samples(TrainingBatch.of(broken), step=2, truncated=False)
+
+
+@pytest.mark.parametrize(
+    "finite", [sample(1), sample(1, reward=NAN), sample(1, finish_reason="length")]
+)
+def test_a_response_with_finite_log_probs_shows_that_the_weights_are_not_broken(finite):
+    batch = TrainingBatch.of([non_finite(NAN), finite])
+    _, counts = mask_samples(batch, step=2, truncated=True)
+    assert counts["masked/non_finite"] == 1.0

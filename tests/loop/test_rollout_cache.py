@@ -117,7 +117,7 @@ def without_a_checkpoint(rank: int, world: int, folder: str) -> None:
     unwritable = Rollout(
         SampleBatch.of([make_sample(1, 1, metadata={"x": {1, 2}})]), DataCursor(), {}
     )
-    cache().write(Path(folder), unwritable)
+    assert cache().read_or_draw(Path(folder), lambda: unwritable) is unwritable
     assert list(Path(folder).iterdir()) == []
 
 
@@ -161,3 +161,50 @@ def replaced(rollout: Rollout) -> Rollout:
 def test_batches_of_steps_are_written_and_read(tmp_path: Path) -> None:
     results = run_distributed(batches_of_steps, 2, str(tmp_path))
     assert results == [[True] * 5] * 2
+
+
+def unwritten_batches(rank: int, world: int, folder: str) -> list[str]:
+    """What each rank raises where a batch, the only output of half of a run, can't be written; and
+    of a whole run, which has others."""
+    at = Path(folder)
+    training = {"batches": folder, "only": "rollout"}
+    raised = []
+
+    def draws(step: int, rollout: Rollout, **changed: Any) -> None:
+        with pytest.raises(RunError) as error:
+            cache(training=training | changed).of_step(step, None, lambda: rollout)
+        raised.append(str(error.value))
+        assert not (at / f"step_{step + 1:06d}" / f"{_FILE}.tmp").exists()
+
+    if rank == 0:
+        (at / "step_000001").mkdir()
+        (at / "step_000001" / f"{_FILE}.tmp").symlink_to("/dev/full")
+        (at / "step_000002" / _FILE / "full").mkdir(parents=True)
+        (at / "file").touch()
+    dist.barrier()
+    draws(0, drawn())
+    draws(1, drawn())
+    unwritable = drawn()
+    for sample in unwritable.batch.samples[:rank]:  # of rank 1 alone
+        sample.metadata["x"] = {1, 2}
+    draws(2, unwritable)
+    whole = cache(training={"batches": folder})
+    assert same(whole.of_step(1, None, drawn), drawn())
+    draws(0, drawn(), batches=str(at / "file"), only=None)
+    return raised
+
+
+def test_a_batch_that_cannot_be_written_ends_half_a_run_on_every_rank(tmp_path: Path) -> None:
+    first, second = run_distributed(unwritten_batches, 2, str(tmp_path))
+    assert first == second
+    for error, words in zip(
+        first,
+        (
+            f"{tmp_path}/step_000001/{_FILE}.tmp: cannot be written: no space left on device (",
+            f"{tmp_path}/step_000002/{_FILE}.tmp: cannot be written: is a directory (",
+            f"{tmp_path}/step_000003: cannot be written: the samples cannot be encoded (TypeError: ",
+            f"{tmp_path}/file/step_000001: cannot be written: not a directory (",
+        ),
+        strict=True,
+    ):
+        assert error.startswith(words) and "; " in error

@@ -52,18 +52,48 @@ def test_weights_by_hand():
     )
 
 
-def test_the_weight_of_a_sequence_is_that_of_the_tokens_left():
+@pytest.mark.parametrize(
+    ("denominator", "mask", "advantages"),
+    [("kept", [True, False, False], [-6, -6, -6]), ("all", [True, True, False], [-6, 0, -6])],
+)
+def test_the_weight_of_a_sequence_is_that_of_the_tokens_left(denominator, mask, advantages):
     algorithm = AlgorithmConfig.preset(
         rollout_rs="token",
         rollout_rs_threshold=4.0,
         rollout_rs_threshold_lower=0.5,
+        rollout_rs_denominator=denominator,
         rollout_is="geometric",
         rollout_is_threshold=5.0,
     )
     (first, second), metrics = corrected(two_samples(), algorithm)
-    assert first.loss_mask.tolist() == [True, False, False] and second.loss_mask.all()
-    np.testing.assert_allclose(first.advantages, [-6, -6, -6], rtol=1e-6)
+    assert first.loss_mask.tolist() == mask and second.loss_mask.all()
+    np.testing.assert_allclose(first.advantages, advantages, rtol=1e-6)
+    np.testing.assert_allclose(second.advantages, [-3, -3], rtol=1e-6)
     assert metrics["rollout_rs/tokens"] == 0.25 and metrics["rollout_rs/sequences"] == 0
+    assert metrics["rollout_is/weight_mean"] == pytest.approx((3 + 1.5) / 2)
+
+
+@pytest.mark.parametrize("denominator", ["kept", "all"])
+def test_a_rejected_sequence_has_no_weight(denominator):
+    algorithm = AlgorithmConfig.preset(
+        rollout_rs="geometric",
+        rollout_rs_threshold=1.2,
+        rollout_rs_denominator=denominator,
+        rollout_is="geometric",
+    )
+    (first, second), metrics = corrected(two_samples(), algorithm)
+    np.testing.assert_allclose(first.advantages, [-2 * 0.75**0.5] * 3, rtol=1e-6)
+    assert second.loss_mask.any() == (denominator == "all")
+    assert denominator == "kept" or not second.advantages.any()
+    assert metrics["rollout_is/weight_max"] == pytest.approx(0.75**0.5)
+
+
+def test_weights_that_are_all_0_have_an_effective_sample_size_of_0():
+    samples = two_samples()
+    for sample in samples:
+        sample.old_log_probs -= 200
+    _, metrics = corrected(samples, AlgorithmConfig.preset(rollout_is="token"))
+    assert metrics["rollout_is/weight_max"] == metrics["rollout_is/effective_sample_size"] == 0
 
 
 def test_excluded_tokens_may_stay_in_the_denominators():
@@ -78,6 +108,7 @@ def test_excluded_tokens_may_stay_in_the_denominators():
     assert first.loss_mask.tolist() == [True, True, False] and second.loss_mask.all()
     assert first.advantages.dtype == np.float32
     assert metrics["rollout_rs/tokens"] == 0.25 and metrics["rollout_rs/sequences"] == 0
+    assert metrics["rollout_is/weight_min"] == pytest.approx(1.5), "of the tokens left"
 
 
 @pytest.mark.parametrize(

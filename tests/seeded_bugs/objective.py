@@ -222,10 +222,10 @@ OBJECTIVE = (
         test="tests/algorithms/test_turn_advantages.py::test_against_a_naive_loop",
     ),
     SeededBug(
-        name="weights of a sequence count tokens that are masked out",
+        name="weights of a sequence count tokens that are rejected",
         file="megatron_gspo/loop/rollout_correction.py",
-        before="(('rollout_rs', _reject), ('rollout_is', _weight))",
-        after="(('rollout_is', _weight), ('rollout_rs', _reject))",
+        before="tokens = tokens.with_mask(kept)",
+        after="pass",
         test="tests/loop/test_rollout_correction.py::test_the_weight_of_a_sequence_is_that_of_the_tokens_left",
     ),
 )

@@ -16,6 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from megatron_gspo.errors import MissingPackageError
 from megatron_gspo.tracking import RunInfo, TrackerSet, make_trackers
 from tests.support.waiting import wait_for
 
@@ -78,7 +79,7 @@ def test_a_missing_package_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     monkeypatch.setitem(sys.modules, name, None)  # what Python puts there to make an import fail
-    with pytest.raises(ImportError) as caught:
+    with pytest.raises(MissingPackageError) as caught:
         make_trackers(RunInfo(tmp_path, {}), **{name: True})
     assert (
         str(caught.value) == f"tracking.{name} is set: {name} is not installed; "
@@ -91,7 +92,7 @@ def test_a_missing_package_of_its_own_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(ImportError, match=f"pip install {name} or set the key to false"):
+    with pytest.raises(MissingPackageError, match=f"pip install {name} or set the key to false"):
         make_trackers(RunInfo(tmp_path, {}), **{name: True})
 
 

@@ -42,16 +42,10 @@ def check_tokenizer_and_prompts(config: Config, shape: ModelShape) -> list[Findi
 
     Raises UserError for what can't be used.
     """
-    from megatron_gspo.data.prompts import PromptError
     from megatron_gspo.loop import inputs
 
     tokenizer = inputs.load_tokenizer(config)
-    try:
-        train, held_out, dropped = inputs.load_data(config, tokenizer)
-    except (
-        ImportError
-    ) as failure:  # an optional package; the message names it and how to install it
-        raise PromptError(str(failure)) from None
+    train, held_out, dropped = inputs.load_data(config, tokenizer)
     inputs.check_prompts(config, train, held_out, shape.vocab_size)
     findings = [
         ok("model.tokenizer", f"{type(tokenizer).__name__}, {len(tokenizer):,} tokens"),
