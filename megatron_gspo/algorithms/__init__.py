@@ -13,10 +13,6 @@ from .advantage_estimators import ResponseTerms, check_advantages, response_adva
 from .advantages import group_advantages
 from .distillation import Distillation, divergence, mixed_divergence, token_advantages
 from .filters import (
-    Filtered,
-    complete_responses,
-    finite_log_probs,
-    finite_rewards,
     overlong_penalty,
     zero_variance_groups,
 )
@@ -53,7 +49,6 @@ __all__ = [
     "PRESETS",
     "Clip",
     "Distillation",
-    "Filtered",
     "LossExtras",
     "Objective",
     "RatioHistogram",
@@ -66,12 +61,9 @@ __all__ = [
     "centering",
     "check_advantages",
     "check_surrogate",
-    "complete_responses",
     "divergence",
     "effective_sample_size",
     "finish_metrics",
-    "finite_log_probs",
-    "finite_rewards",
     "gae_advantages",
     "group_advantages",
     "kl_penalty",

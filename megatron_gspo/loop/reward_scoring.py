@@ -283,7 +283,7 @@ def in_varied_group(table: np.ndarray) -> np.ndarray:
     """[N] bool: whether the rewards of a sample's group that count differ."""
     counted = table[counts_in_group(table)]
     groups = np.array(counted["prompt_index"])
-    keep = zero_variance_groups(
+    is_equal = zero_variance_groups(
         torch.from_numpy(np.array(counted["reward"])), torch.from_numpy(groups)
-    ).keep.numpy()
-    return np.isin(table["prompt_index"], groups[keep])
+    ).numpy()
+    return np.isin(table["prompt_index"], groups[~is_equal])
