@@ -12,10 +12,7 @@ from megatron_gspo.objectives.presets import PRESETS
 from .advantage_estimators import ResponseTerms, check_advantages, response_advantages
 from .advantages import group_advantages
 from .distillation import Distillation, divergence, mixed_divergence, token_advantages
-from .filters import (
-    overlong_penalty,
-    zero_variance_groups,
-)
+from .filters import overlong_penalty, zero_variance_groups
 from .gae import gae_advantages
 from .importance_sampling import (
     mismatch_metrics,

@@ -19,23 +19,10 @@ from torch import Tensor
 
 from megatron_gspo.data.columns import ranges
 from megatron_gspo.data.sample import Sample
-from megatron_gspo.data.schedule import ScheduleReport, padded_length, schedule, schedule_report
+from megatron_gspo.data.schedule import padded_length
 from megatron_gspo.data.training_batch import TrainingBatch
 from megatron_gspo.parallel.context_parallel import zigzag_indices
 from megatron_gspo.routing_replay.routes import RouteShape, balanced_routes
-
-__all__ = [
-    "OPTIONAL_FIELDS",
-    "PackedBatch",
-    "ScheduleReport",
-    "context_parallel_shard",
-    "count_trained",
-    "pack",
-    "padded_length",
-    "schedule",
-    "schedule_report",
-    "unpack",
-]
 
 OPTIONAL_FIELDS = ("old_log_probs", "rollout_log_probs", "ref_log_probs", "values", "returns")
 TEACHER_FIELDS = ("teacher_top_ids", "teacher_top_log_probs")
