@@ -23,9 +23,9 @@ _VARIABLES = re.compile(
 )
 
 
-def is_torchruns(environment: Mapping[str, str] = os.environ) -> bool:
+def is_torchruns() -> bool:
     """Whether torchrun has started this process."""
-    return "TORCHELASTIC_RUN_ID" in environment
+    return "TORCHELASTIC_RUN_ID" in os.environ
 
 
 def without_launch_variables(environment: Mapping[str, str]) -> dict[str, str]:
