@@ -24,6 +24,7 @@ from typing import Any
 
 from megatron_gspo.data.sample import Prompt
 from megatron_gspo.errors import InputError
+from megatron_gspo.launch_environment import own_import_path
 from megatron_gspo.rewards.verifiers import VerifierError
 from megatron_gspo.rewards.worker import Reply
 from megatron_gspo.terminal import get_logger
@@ -223,11 +224,7 @@ class RewardPool:
                 stderr=self._output.writer,
                 pass_fds=[descriptor],
                 start_new_session=True,  # not interrupted by Ctrl-C
-                env={
-                    "OMP_NUM_THREADS": "1",
-                    **os.environ,
-                    "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-                },
+                env={"OMP_NUM_THREADS": "1", **os.environ, **own_import_path()},
             )
         connection.send_bytes(self._first_message)
         deadline = time.monotonic() + _START_TIMEOUT
