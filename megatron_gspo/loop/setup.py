@@ -211,11 +211,8 @@ def prompt_source(config: Config, prompts: Sequence[Prompt]) -> PromptSource:
 def build_rewards(config: Config, environments: EnvironmentPool | None) -> Rewards:
     """The agents' or the environments' rewards if there are any, otherwise the verifier's."""
     data = config.data
-    if config.agents.is_on:
-        return EpisodeRewards(None, "the agent", data.verifier_failure_reward)
-    if environments is not None:
-        name = f"environment {config.rollout.environment!r}"
-        return EpisodeRewards(environments, name, data.verifier_failure_reward)
+    if config.samples_are_runs:
+        return EpisodeRewards(environments, config.player, data.verifier_failure_reward)
     refuse_visible_run(config)
     return verifier_rewards(data)
 

@@ -49,6 +49,12 @@ class Scores:
     verdicts: dict[str, int]
     """How many of each of the verifier's `VERDICTS`, 0 included."""
 
+    @property
+    def failures(self) -> list[str]:
+        """[N] `Reply.failure` of each sample."""
+        replies = zip(self.statuses, self.messages, strict=True)
+        return [Reply(status, message=message).failure for status, message in replies]
+
 
 class RewardScorer:
     """Scores samples with one verifier.
