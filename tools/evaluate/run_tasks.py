@@ -202,7 +202,7 @@ def answer_task(
         total = reward_table(list(kept.records.values())).sum()
         for groups in engine.groups(task.prompts, set(kept.records), sampling, seed=seed):
             scored = scoring.score([sample for group in groups for sample in group])
-            failures = [sample.metadata.get(FAILURE) for sample in scored]
+            failures = [sample.metadata.get(FAILURE, "") for sample in scored]
             if not kept.records and all(failures):
                 raise failed_on_all(scoring.name, len(scored), failures[0])
             kept.write([scored[i : i + n] for i in range(0, len(scored), n)])
