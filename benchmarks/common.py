@@ -317,12 +317,10 @@ def run_from_command_line(
     numbers: Mapping[str, int],
     *,
     seconds: float,
-    peers: bool = False,
 ) -> None:
     """The command line of a benchmark: ``--quick``, ``--seconds``, ``--json`` and a key for each of
-    ``numbers`` with its default, ``repeats`` among them; with ``peers`` also ``--peers-python``.
-    Prints the table of ``measure``'s rows and, if requested, writes them with the details that
-    ``measure`` returns."""
+    ``numbers`` with its default, ``repeats`` among them. Prints the table of ``measure``'s rows
+    and, if requested, writes them with the details that ``measure`` returns."""
     parser = argparse.ArgumentParser(
         description=about, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -337,10 +335,6 @@ def run_from_command_line(
     )
     for name, default in numbers.items():
         parser.add_argument(f"--{name}", type=int, default=default, help="(default: %(default)s)")
-    if peers:
-        parser.add_argument(
-            "--peers-python", help="interpreter with the peers; without it .venv-peers is made"
-        )
     parser.add_argument("--json", type=Path, help="also write the rows to this file")
     args = parser.parse_args()
     args.repeats = min(args.repeats, 10) if args.quick else args.repeats

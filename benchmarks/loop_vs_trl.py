@@ -41,14 +41,15 @@ PHASES = {
 LENGTHS = {"sampled": 384, "equal": 24}  # and the most tokens of a response
 WARMUP = {"sampled": 1, "equal": 3}  # rollouts
 LIMIT = 180.0  # seconds of a segment
+PROMPTS = 512
 
 
-def write_prompts(file: Path, count: int = 512) -> None:
+def write_prompts(file: Path) -> None:
     """Additions of numbers of up to three digits, 4 to 8 character tokens each."""
     draw = random.Random(0)
     lines = [
         json.dumps({"prompt": f"{draw.randrange(1000)}+{draw.randrange(1000)}="})
-        for _ in range(count)
+        for _ in range(PROMPTS)
     ]
     file.write_text("\n".join(lines) + "\n")
 

@@ -37,10 +37,10 @@ def command_of(name: str, *, quick: bool, peers_python: str | None) -> list[str]
     return command
 
 
-def run_benchmark(command: list[str], limit: float = LIMIT) -> dict[str, Any]:
+def run_benchmark(command: list[str]) -> dict[str, Any]:
     """Run a benchmark, which prints its table; rows and details as it wrote them.
 
-    Raises ``RuntimeError`` where it fails or takes longer than ``limit`` seconds.
+    Raises ``RuntimeError`` where it fails or takes longer than ``LIMIT`` seconds.
     """
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
     with tempfile.TemporaryDirectory() as folder:
@@ -50,10 +50,10 @@ def run_benchmark(command: list[str], limit: float = LIMIT) -> dict[str, Any]:
                 [sys.executable, *command, "--json", str(file)],
                 cwd=ROOT,
                 env=environment,
-                timeout=limit,
+                timeout=LIMIT,
             )
         except subprocess.TimeoutExpired:
-            raise RuntimeError(f"took longer than {limit:.0f} s") from None
+            raise RuntimeError(f"took longer than {LIMIT:.0f} s") from None
         if done.returncode:
             raise RuntimeError(f"exit code {done.returncode}")
         return json.loads(file.read_text(encoding="utf-8"))

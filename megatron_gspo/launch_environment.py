@@ -1,5 +1,5 @@
-"""The environment variables that number the processes of a run: torchrun's, or those that a pod
-or a job sets.
+"""The environment variables that number the processes of a run, which torchrun, a pod or a job sets,
+and those of the processes that a run starts.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ import contextlib
 import json
 import os
 import re
+import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -23,14 +24,19 @@ _VARIABLES = re.compile(
 )
 
 
-def is_torchruns(environment: Mapping[str, str] = os.environ) -> bool:
+def is_torchruns() -> bool:
     """Whether torchrun has started this process."""
-    return "TORCHELASTIC_RUN_ID" in environment
+    return "TORCHELASTIC_RUN_ID" in os.environ
 
 
 def without_launch_variables(environment: Mapping[str, str]) -> dict[str, str]:
     """The environment of a process that is none of the run's."""
     return {name: value for name, value in environment.items() if not _VARIABLES.fullmatch(name)}
+
+
+def own_import_path() -> dict[str, str]:
+    """The variable by which a Python process that is started imports what this one can."""
+    return {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
 
 
 def run_alone() -> None:

@@ -58,6 +58,7 @@ from megatron_gspo.agents.process_messages import (
 from megatron_gspo.config import SamplingParams
 from megatron_gspo.data.sample import Sample
 from megatron_gspo.errors import EngineError, InputError
+from megatron_gspo.launch_environment import own_import_path
 from megatron_gspo.rollout.server_engine.following_client import ClientReport, ClientSettings
 from megatron_gspo.rollout.server_engine.server_pool import PoolState
 from megatron_gspo.terminal import get_logger
@@ -366,7 +367,7 @@ def _started_process() -> tuple[subprocess.Popen[bytes], socket.socket]:
                 "OMP_NUM_THREADS": "1",
                 "TOKENIZERS_PARALLELISM": "false",  # short texts, one at a time
                 **os.environ,
-                "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+                **own_import_path(),
             },
         )
     return process, connection

@@ -44,8 +44,6 @@ class RunVerifier:
     def _outcomes(self, requests: Sequence[tuple[str, Prompt]]) -> list[Outcome]:
         scores = self._scorer.score_texts(requests)
         return [
-            Outcome(reward, "" if status == "ok" else f"{status}: {message}")
-            for reward, status, message in zip(
-                scores.rewards.tolist(), scores.statuses, scores.messages, strict=True
-            )
+            Outcome(reward, failure)
+            for reward, failure in zip(scores.rewards.tolist(), scores.failures, strict=True)
         ]

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 from megatron_gspo.agents.run_clock import RunClock, ends_in_time
 from megatron_gspo.errors import InputError
+from megatron_gspo.launch_environment import own_import_path
 
 _MAX_TAIL_BYTES = 2000  # of the output in a message
 _PASSED_ON = ("PATH", "LANG", "LC_ALL", "TZ", "SSL_CERT_FILE", "SSL_CERT_DIR")
@@ -233,7 +234,7 @@ async def _start_keeper(output: Path) -> tuple[asyncio.subprocess.Process, int]:
                 stderr=log,
                 pass_fds=[writer],
                 start_new_session=True,  # not interrupted by Ctrl-C
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+                env={**os.environ, **own_import_path()},
             )
     except BaseException:
         os.close(reader)

@@ -12,14 +12,7 @@ from megatron_gspo.objectives.presets import PRESETS
 from .advantage_estimators import ResponseTerms, check_advantages, response_advantages
 from .advantages import group_advantages
 from .distillation import Distillation, divergence, mixed_divergence, token_advantages
-from .filters import (
-    Filtered,
-    complete_responses,
-    finite_log_probs,
-    finite_rewards,
-    overlong_penalty,
-    zero_variance_groups,
-)
+from .filters import overlong_penalty, zero_variance_groups
 from .gae import gae_advantages
 from .importance_sampling import (
     mismatch_metrics,
@@ -53,7 +46,6 @@ __all__ = [
     "PRESETS",
     "Clip",
     "Distillation",
-    "Filtered",
     "LossExtras",
     "Objective",
     "RatioHistogram",
@@ -66,12 +58,9 @@ __all__ = [
     "centering",
     "check_advantages",
     "check_surrogate",
-    "complete_responses",
     "divergence",
     "effective_sample_size",
     "finish_metrics",
-    "finite_log_probs",
-    "finite_rewards",
     "gae_advantages",
     "group_advantages",
     "kl_penalty",

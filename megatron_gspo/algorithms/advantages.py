@@ -84,7 +84,7 @@ def group_advantages(
         return values.float()
     if not bool(torch.isfinite(values).all()):
         raise ValueError(
-            "rewards contain NaN or infinity: drop those responses first (filters.finite_rewards)"
+            "rewards contain NaN or infinity: drop those responses first (torch.isfinite)"
         )
 
     groups = group_rewards(values, ids)

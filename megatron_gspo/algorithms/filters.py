@@ -1,73 +1,29 @@
-"""Filters of responses, with counts, and DAPO's penalty for long responses.
+"""DAPO's filter of groups and its penalty for long responses.
 
 A dropped response is not part of the mini-batch: count num_sequences and num_tokens after
-filtering, otherwise the loss is rescaled. The loss calls none of these functions; reading a count
-may synchronise the device.
+filtering, otherwise the loss is rescaled. The loss calls none of these functions.
 """
 
 from __future__ import annotations
-
-from collections.abc import Collection, Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from .advantages import as_rewards, group_rewards
-from .segments import segment_sums
 
 
-class Filtered(NamedTuple):
-    """`keep` [N] bool; `dropped`, `total`: counts of the filtered units (responses or groups)."""
+def zero_variance_groups(rewards: Tensor, group_ids: Tensor) -> Tensor:
+    """[N] bool: the responses of groups whose rewards are all equal, which DAPO's dynamic sampling
+    drops (arXiv:2503.14476).
 
-    keep: Tensor
-    dropped: int
-    total: int
-
-
-def _filtered(keep: Tensor) -> Filtered:
-    return Filtered(keep, int((~keep).sum()), keep.numel())
-
-
-def zero_variance_groups(rewards: Tensor, group_ids: Tensor) -> Filtered:
-    """Drop responses of groups whose rewards are all equal (DAPO's dynamic sampling,
-    arXiv:2503.14476).
-
-    `rewards`, `group_ids` [N] as in `group_advantages`; a group of one is dropped too. Counts
-    groups. Apply `finite_rewards` first: rewards that are not finite are not compared correctly.
+    `rewards`, `group_ids` [N] as in `group_advantages`; a group of one is such a group. Drop
+    rewards that are not finite first: they are not compared correctly.
     """
     values, ids = as_rewards(rewards, group_ids)
     if values.numel() == 0:
-        return Filtered(torch.zeros(0, dtype=torch.bool), 0, 0)
+        return torch.zeros(0, dtype=torch.bool)
     groups = group_rewards(values, ids)
-    return Filtered(groups.varied[groups.index], int((~groups.varied).sum()), groups.varied.numel())
-
-
-def finite_rewards(rewards: Tensor) -> Filtered:
-    """Drop responses [N] whose reward is NaN or infinite. Counts responses."""
-    return _filtered(torch.isfinite(torch.as_tensor(rewards)))
-
-
-def finite_log_probs(
-    log_probs: Tensor, loss_mask: Tensor, segment_ids: Tensor, num_segments: int
-) -> Filtered:
-    """Drop sequences with a NaN or infinite log-prob [T] on a trained token; `keep` [num_segments].
-    Counts sequences.
-    """
-    bad = (loss_mask != 0) & ~torch.isfinite(log_probs)
-    return _filtered(segment_sums(bad, segment_ids, num_segments) == 0)
-
-
-def complete_responses(
-    finish_reasons: Sequence[str], *, drop: Collection[str] = ("length", "abort")
-) -> Filtered:
-    """Drop responses [N] that were cut at the length limit or aborted. Counts responses.
-
-    To penalise them instead, keep them and add `overlong_penalty` to their reward.
-    """
-    return _filtered(
-        torch.tensor([reason not in drop for reason in finish_reasons], dtype=torch.bool)
-    )
+    return ~groups.varied[groups.index]
 
 
 def overlong_penalty(

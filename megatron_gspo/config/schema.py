@@ -273,6 +273,11 @@ class Config:
         return self.agents.is_on or self.rollout.environment is not None
 
     @property
+    def player(self) -> str:
+        """Who plays the runs that samples are, for messages."""
+        return "the agent" if self.agents.is_on else f"environment {self.rollout.environment!r}"
+
+    @property
     def evaluation_data(self) -> DataConfig:
         """`data` with the verifier of held-out responses."""
         evaluation = self.evaluation

@@ -19,23 +19,10 @@ from torch import Tensor
 
 from megatron_gspo.data.columns import ranges
 from megatron_gspo.data.sample import Sample
-from megatron_gspo.data.schedule import ScheduleReport, padded_length, schedule, schedule_report
+from megatron_gspo.data.schedule import padded_length
 from megatron_gspo.data.training_batch import TrainingBatch
 from megatron_gspo.parallel.context_parallel import zigzag_indices
-from megatron_gspo.routing_replay.routes import RouteShape, balanced_routes
-
-__all__ = [
-    "OPTIONAL_FIELDS",
-    "PackedBatch",
-    "ScheduleReport",
-    "context_parallel_shard",
-    "count_trained",
-    "pack",
-    "padded_length",
-    "schedule",
-    "schedule_report",
-    "unpack",
-]
+from megatron_gspo.routing_replay.routes import RouteShape, balanced_routes, unknown_expert
 
 OPTIONAL_FIELDS = ("old_log_probs", "rollout_log_probs", "ref_log_probs", "values", "returns")
 TEACHER_FIELDS = ("teacher_top_ids", "teacher_top_log_probs")
@@ -478,10 +465,7 @@ def _fitting_routes(batch: TrainingBatch, position: int, shape: RouteShape) -> n
             fed = len(ids) - 1
             fault = f"routed_experts has shape {[fed, *ids.shape[1:]]}; it must be {[fed, *sizes]}"
         elif is_wider and ids.size and ids.max() >= shape.num_experts:
-            fault = (
-                f"routed_experts has the expert {ids.max()}; the model has experts 0 to"
-                f" {shape.num_experts - 1}"
-            )
+            fault = f"routed_experts has {unknown_expert(ids.max(), shape.num_experts)}"
         else:
             return ids
     row = batch.table[position]

@@ -139,11 +139,11 @@ def schedule(
     by_tokens = _Work(sizes, sizes)
     work = by_tokens if costs is None else _Work(sizes, _checked_costs(costs, len(sizes)))
     step = num_ranks * multiple_of
-    fewest = _ceil_to(max(-(-sum(sizes) // max_tokens), len(targets) * num_ranks, 1), step)
+    fewest = padded_length(max(-(-sum(sizes) // max_tokens), len(targets) * num_ranks, 1), step)
     bins = _level(work, by_tokens, fewest, num_ranks, max_tokens, targets)
     if bins is None:
         packed = _best_fit(by_tokens, max_tokens)
-        enough = max(_ceil_to(len(packed), step), fewest)
+        enough = max(padded_length(len(packed), step), fewest)
         if enough > fewest:
             bins = _level(work, by_tokens, enough, num_ranks, max_tokens, targets)
         if bins is None:
@@ -163,62 +163,9 @@ def step_targets(costs: Sequence[np.ndarray], num_steps: int) -> list[int]:
     return _step_targets(total, costliest.tolist(), len(costs))
 
 
-@dataclass(frozen=True)
-class ScheduleReport:
-    """Quality of a schedule.
-
-    num_microbatches: per rank.
-    padding_share: padding tokens / packed tokens, without empty micro-batches.
-    rank_imbalance: heaviest rank's tokens / mean rank's tokens - 1.
-    step_imbalance: share of time lost if all ranks wait for each other after every micro-batch:
-        sum_k max_rank load / sum_k mean_rank load - 1.
-    fill: mean tokens of a micro-batch / max_tokens (NaN without max_tokens).
-    """
-
-    num_microbatches: int
-    padding_share: float
-    rank_imbalance: float
-    step_imbalance: float
-    fill: float
-
-
-def schedule_report(
-    plan: Schedule,
-    lengths: Sequence[int],
-    *,
-    sequence_multiple: int = 1,
-    total_multiple: int = 1,
-    max_tokens: int | None = None,
-) -> ScheduleReport:
-    """Measure a schedule. `lengths` [N] are the true lengths; the multiples are the ones given
-    to `pack`.
-    """
-    true = np.zeros((len(plan), len(plan[0])), dtype=np.int64)
-    packed = np.zeros_like(true)
-    for rank, micro_batches in enumerate(plan):
-        for k, indices in enumerate(micro_batches):
-            true[rank, k] = sum(int(lengths[i]) for i in indices)
-            padded = sum(padded_length(int(lengths[i]), sequence_multiple) for i in indices)
-            packed[rank, k] = _ceil_to(padded, np.lcm(sequence_multiple, total_multiple))
-    total = int(packed.sum())
-    if total == 0:
-        return ScheduleReport(true.shape[1], 0.0, 0.0, 0.0, 0.0)
-    return ScheduleReport(
-        num_microbatches=true.shape[1],
-        padding_share=1.0 - int(true.sum()) / total,
-        rank_imbalance=float(packed.sum(axis=1).max() * len(plan) / total - 1.0),
-        step_imbalance=float(packed.max(axis=0).sum() * len(plan) / total - 1.0),
-        fill=float("nan") if max_tokens is None else total / (packed.size * max_tokens),
-    )
-
-
 def padded_length(length: int, multiple: int) -> int:
     """`length` rounded up to a multiple of `multiple`."""
-    return _ceil_to(length, multiple)
-
-
-def _ceil_to(value: int, multiple: int) -> int:
-    return -(-value // int(multiple)) * int(multiple)
+    return -(-length // multiple) * multiple
 
 
 def _checked_lengths(lengths: Sequence[int], max_tokens: int) -> list[int]:

@@ -175,7 +175,7 @@ class EpisodeHost:
         number = 0  # of an address, which it does not have
         run = AgentRun(number, request.run_seed, limits, rendering, generator)
         opened.append(run)
-        outcome = Outcome(math.nan, f"{first_reply.status}: {first_reply.message}")
+        outcome = Outcome(math.nan, first_reply.failure)
         if first_reply.status == "ok":
             messages = opening.get("messages") or [{"role": "user", "content": prompt.text}]
             try:
@@ -270,8 +270,8 @@ async def _take_turns(
         message = chat.response_body(call, reply)["choices"][0]["message"]
         responses.append(message["content"] if tools is None else message)
         stepped = await step(replace(unopened, responses=tuple(responses)))
-        if stepped.status != "ok":
-            return Outcome(math.nan, f"{stepped.status}: {stepped.message}")
+        if stepped.failure:
+            return Outcome(math.nan, stepped.failure)
         turn = stepped.value
         run.set_reward(turn["reward"], reply.id)
         if turn["done"]:

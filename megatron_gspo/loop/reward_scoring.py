@@ -106,11 +106,7 @@ class VerifierRewards:
             scored = batch.with_rewards(rewards)
             if any(counts[name] for name in FAILURES):
                 reasons = {
-                    i: f"{status}: {message}"
-                    for i, status, message in zip(
-                        texts, scores.statuses, scores.messages, strict=True
-                    )
-                    if status != "ok"
+                    i: failure for i, failure in zip(texts, scores.failures, strict=True) if failure
                 }
                 scored = _with_reasons(scored, reasons, scorers)
         return scored, counts
@@ -236,6 +232,13 @@ def _with_reasons(
     )
 
 
+def failed_on_all(name: str, responses: int, first_reason: str) -> VerifierError:
+    """The error of whoever scores, with the reason of the first response."""
+    return VerifierError(
+        f"{name} failed on all {responses} responses of a batch (the first: {first_reason}); fix it"
+    )
+
+
 def require_scores(batch: SampleBatch, name: str, prompts: Sequence[Prompt]) -> None:
     """Raise ``VerifierError`` if no response has a score: then the verifier is broken, not the
     responses. If those to prompts of one source have none, a line says so.
@@ -245,9 +248,7 @@ def require_scores(batch: SampleBatch, name: str, prompts: Sequence[Prompt]) -> 
     failed = np.isnan(batch.table["reward"])
     if failed.all():
         reason = _first_reason(batch, failed)
-        raise VerifierError(
-            f"{name} failed on all {len(batch)} responses of a batch (the first: {reason}); fix it"
-        )
+        raise failed_on_all(name, len(batch), reason)
     for source, is_of_source in of_each_source(prompts, batch.table["prompt_index"]).items():
         if is_of_source.any() and failed[is_of_source].all():
             reason = _first_reason(batch, is_of_source)
@@ -283,7 +284,7 @@ def in_varied_group(table: np.ndarray) -> np.ndarray:
     """[N] bool: whether the rewards of a sample's group that count differ."""
     counted = table[counts_in_group(table)]
     groups = np.array(counted["prompt_index"])
-    keep = zero_variance_groups(
+    is_equal = zero_variance_groups(
         torch.from_numpy(np.array(counted["reward"])), torch.from_numpy(groups)
-    ).keep.numpy()
-    return np.isin(table["prompt_index"], groups[keep])
+    ).numpy()
+    return np.isin(table["prompt_index"], groups[~is_equal])

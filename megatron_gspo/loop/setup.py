@@ -28,13 +28,13 @@ from megatron_gspo.loop.inputs import (
     prompt_cache,
 )
 from megatron_gspo.loop.offloading_source import OffloadingSource
+from megatron_gspo.loop.policies import build_policies
 from megatron_gspo.loop.reward_scoring import EpisodeRewards, Rewards, VerifierRewards
 from megatron_gspo.loop.teacher_choice import teacher_numbers
 from megatron_gspo.loop.teachers import ServerTeacher, Teacher, Teachers, TrainerTeacher
 from megatron_gspo.loop.timers import UpdateClock
-from megatron_gspo.mcore.megatron_options import MegatronOptions
-from megatron_gspo.mcore.policy import Policy, TrainedParts, build_policy, check_megatron_options
-from megatron_gspo.mcore.process_groups import ProcessGroups, initialize
+from megatron_gspo.mcore.policy import Policy, build_policy, check_megatron_options
+from megatron_gspo.mcore.process_groups import initialize
 from megatron_gspo.models import family_of, read_config
 from megatron_gspo.parallel.rank_zero import run_on_rank_zero
 from megatron_gspo.rewards.sandbox.visible_files import refuse_visible_run
@@ -152,20 +152,10 @@ def build_components(config: Config, *, engine: RolloutEngine | None = None) -> 
         eval_rewards = verifier_rewards(config.evaluation_data)
     groups = initialize(parallel, seed=config.seed)
     run_on_rank_zero(lambda: require_packages(**enabled_trackers(config.tracking)))
-    policy = build_policy(
-        config.model,
-        parallel,
-        groups,
-        optimizer=config.optimizer,
-        total_steps=config.optimizer_steps,
-        parts=TrainedParts(lora=config.trained_lora, seed=config.seed),
-        options=options,
-    )
+    policy, reference = build_policies(config, groups, options)
     if policy.trained_lora is not None and policy.trained_lora.adapter_path is not None:
         start_from_adapters(policy, policy.trained_lora)
     policy.config.timers = UpdateClock() if config.tracking.detailed_timers else None
-    policy.critic = _critic(config, groups, options) if config.algorithm.needs_critic else None
-    reference = _reference(config, policy, options) if config.algorithm.needs_reference else None
     teachers = _teachers(config, policy, chosen) if config.distillation.is_on else None
     if engine is None and generates and config.rollout.engine == "embedded":
         engine = embedded_engine(config, shape, tokenizer)
@@ -210,11 +200,8 @@ def prompt_source(config: Config, prompts: Sequence[Prompt]) -> PromptSource:
 def build_rewards(config: Config, environments: EnvironmentPool | None) -> Rewards:
     """The agents' or the environments' rewards if there are any, otherwise the verifier's."""
     data = config.data
-    if config.agents.is_on:
-        return EpisodeRewards(None, "the agent", data.verifier_failure_reward)
-    if environments is not None:
-        name = f"environment {config.rollout.environment!r}"
-        return EpisodeRewards(environments, name, data.verifier_failure_reward)
+    if config.samples_are_runs:
+        return EpisodeRewards(environments, config.player, data.verifier_failure_reward)
     refuse_visible_run(config)
     return verifier_rewards(data)
 
@@ -223,29 +210,6 @@ def verifier_rewards(data: DataConfig) -> VerifierRewards:
     """The rewards of the sources' verifiers."""
     names = ", ".join(repr(name) for name in data.verifiers)
     return VerifierRewards(source_scorers(data), f"verifier {names}")
-
-
-def _critic(config: Config, groups: ProcessGroups, options: MegatronOptions) -> Policy:
-    model = replace(config.model, path=config.critic_path)
-    if config.critic.path is not None:
-        model = replace(model, megatron_path=None)
-    return build_policy(
-        model,
-        config.parallel,
-        groups,
-        optimizer=config.critic,
-        total_steps=config.optimizer_steps,
-        parts=TrainedParts(value_head=True),
-        options=options,
-    )
-
-
-def _reference(config: Config, policy: Policy, options: MegatronOptions) -> Policy:
-    """The frozen start: the policy without its adapters, or a second model."""
-    if policy.trained_lora is not None:
-        return policy.base()
-    pretrained = replace(config.model, init="pretrained")
-    return build_policy(pretrained, config.parallel, policy.groups, optimizer=None, options=options)
 
 
 def _teachers(config: Config, policy: Policy, chosen: np.ndarray | None) -> Teachers:

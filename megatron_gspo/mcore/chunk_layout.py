@@ -52,14 +52,15 @@ def chunk_layout(
     before: int,
     cp_size: int = 1,
     *,
-    size: int = RECURRENCE_CHUNK,
     device: torch.device | str = "cpu",
 ) -> ChunkLayout:
     """The layout of sequences with bounds ``cu_seqlens`` [n + 1] int32, on the host and before
     context parallelism.
 
-    Built on the host in time linear in tokens. Raises ValueError for ``before`` above ``size``.
+    Built on the host in time linear in tokens. Raises ValueError for ``before`` above the
+    size of a chunk.
     """
+    size = RECURRENCE_CHUNK
     if before > size:
         raise ValueError(f"before={before} slots do not fit a chunk of {size}")
     lengths = cu_seqlens.diff().long()

@@ -46,11 +46,14 @@ class Scores:
     counts: dict[str, int]
     """How many of each failure ("error", "timeout", "invalid"; 0 included)."""
 
-    first_messages: dict[str, str]
-    """The first message of each kind of failure that occurred."""
-
     verdicts: dict[str, int]
     """How many of each of the verifier's `VERDICTS`, 0 included."""
+
+    @property
+    def failures(self) -> list[str]:
+        """[N] `Reply.failure` of each sample."""
+        replies = zip(self.statuses, self.messages, strict=True)
+        return [Reply(status, message=message).failure for status, message in replies]
 
 
 class RewardScorer:
@@ -206,10 +209,6 @@ class RewardScorer:
             [failure_reward if reply.value is None else reply.value for reply in replies],
             dtype=np.float32,
         )
-        first_messages: dict[str, str] = {}
-        for reply in replies:
-            if reply.status != "ok":
-                first_messages.setdefault(reply.status, reply.message or "")
         statuses = tuple(reply.status for reply in replies)
         # The message of a success is the name of its verdict.
         messages = tuple("" if reply.status == "ok" else reply.message or "" for reply in replies)
@@ -219,7 +218,6 @@ class RewardScorer:
             statuses=statuses,
             messages=messages,
             counts={name: statuses.count(name) for name in FAILURES},
-            first_messages=first_messages,
             verdicts={name: verdicts.count(name) for name in self.verdicts},
         )
 

@@ -73,11 +73,9 @@ def _in_order(scored: Sequence[Scores], positions: np.ndarray) -> Scores:
     """Scores one after another, in the order of `positions` [N]."""
     statuses = [status for scores in scored for status in scores.statuses]
     messages = [message for scores in scored for message in scores.messages]
-    first_messages: dict[str, str] = {}
     counts: Counter[str] = Counter()
     verdicts: Counter[str] = Counter()
     for scores in scored:
-        first_messages = scores.first_messages | first_messages
         counts.update(scores.counts)
         verdicts.update(scores.verdicts)
     return Scores(
@@ -85,6 +83,5 @@ def _in_order(scored: Sequence[Scores], positions: np.ndarray) -> Scores:
         statuses=tuple(statuses[i] for i in positions),
         messages=tuple(messages[i] for i in positions),
         counts=dict(counts),
-        first_messages=first_messages,
         verdicts=dict(verdicts),
     )

@@ -54,6 +54,11 @@ class Reply:
     value: Any = None
     message: str | None = None
 
+    @property
+    def failure(self) -> str:
+        """Status and message; empty with "ok"."""
+        return "" if self.status == "ok" else f"{self.status}: {self.message}"
+
 
 def run_verifier(verifier: Verifier, text: str, prompt: Prompt) -> Reply:
     """Call a verifier. The status is "ok", "invalid" or "error". Never raises, but for Ctrl-C."""

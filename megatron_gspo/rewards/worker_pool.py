@@ -24,6 +24,7 @@ from typing import Any
 
 from megatron_gspo.data.sample import Prompt
 from megatron_gspo.errors import InputError
+from megatron_gspo.launch_environment import own_import_path
 from megatron_gspo.rewards.verifiers import VerifierError
 from megatron_gspo.rewards.worker import Reply
 from megatron_gspo.terminal import get_logger
@@ -58,6 +59,7 @@ class Served:
 _NOTICE_SECONDS = 10.0
 _NOTICE_INTERVAL = 30.0  # seconds between such lines
 _MAX_GROWTH = 4 << 30  # bytes of memory that a worker may gain before it is replaced
+_START_TIMEOUT = 120.0  # seconds for a worker to start and load the verifier
 _END_SECONDS = 15.0  # for a keeper to end its worker with all processes
 _MAX_FAILED_STARTS = 3  # in a row; then the worker is not replaced
 
@@ -130,7 +132,6 @@ class RewardPool:
         *,
         timeout: float,
         workers: int = 1,
-        start_timeout: float = 120.0,
         served: Served | None = None,
     ):
         """Start a worker and wait until it has loaded the verifier. Others start with the first
@@ -141,7 +142,6 @@ class RewardPool:
         Args:
             timeout: seconds per response.
             workers: how many there are at most.
-            start_timeout: seconds to start a worker and load the verifier.
             served: what the workers run; default a verifier.
         """
         if timeout <= 0:
@@ -151,7 +151,6 @@ class RewardPool:
         self._served = served or Served()
         self._first_message = pickle.dumps((verifier, options))
         self._timeout = timeout
-        self._start_timeout = start_timeout
         self.description: str | None = None
         self.takes_batch = False
         self._name = f"{self._served.what} {verifier!r}"
@@ -225,14 +224,10 @@ class RewardPool:
                 stderr=self._output.writer,
                 pass_fds=[descriptor],
                 start_new_session=True,  # not interrupted by Ctrl-C
-                env={
-                    "OMP_NUM_THREADS": "1",
-                    **os.environ,
-                    "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-                },
+                env={"OMP_NUM_THREADS": "1", **os.environ, **own_import_path()},
             )
         connection.send_bytes(self._first_message)
-        deadline = time.monotonic() + self._start_timeout
+        deadline = time.monotonic() + _START_TIMEOUT
         return _Worker(process, connection, deadline, failed_starts=failed_starts)
 
     def _await_first(self) -> None:
@@ -300,7 +295,7 @@ class RewardPool:
             if worker.connection in readable:
                 self._receive(worker, replies, starting)
             elif worker.deadline is not None and time.monotonic() >= worker.deadline:
-                limit = self._timeout if worker.ready else self._start_timeout
+                limit = self._timeout if worker.ready else _START_TIMEOUT
                 late = Reply("timeout", message=f"no result after {limit:g} s")
                 self._fail(worker, replies, late, starting)
 

@@ -7,6 +7,8 @@ import math
 import numpy as np
 from numpy.typing import ArrayLike
 
+_SUCCESS = 1.0  # least reward of a response that succeeds
+
 
 def mean_at_k(rewards: ArrayLike, k: int | None = None) -> float:
     """Mean reward of the first k samples (default: all) of every prompt, averaged over prompts.
@@ -18,21 +20,21 @@ def mean_at_k(rewards: ArrayLike, k: int | None = None) -> float:
     return float(table[:, :k].mean())
 
 
-def pass_at_k(rewards: ArrayLike, k: int, *, threshold: float = 1.0) -> float:
+def pass_at_k(rewards: ArrayLike, k: int) -> float:
     """The probability that at least one of k samples succeeds, averaged over prompts.
 
-    Unbiased from n >= k samples, c of which succeed (reward >= threshold): 1 - C(n-c, k) / C(n, k)
+    Unbiased from n >= k samples, c of which succeed (reward >= 1): 1 - C(n-c, k) / C(n, k)
     (Chen et al. 2021, "Evaluating large language models trained on code", equation 1). rewards:
     [prompts, n]. Raises ValueError for a wrong shape, a non-finite reward or a k outside 1..n.
     """
-    return float(prompt_pass_at_k(rewards, k, threshold=threshold).mean())
+    return float(prompt_pass_at_k(rewards, k).mean())
 
 
-def prompt_pass_at_k(rewards: ArrayLike, k: int, *, threshold: float = 1.0) -> np.ndarray:
+def prompt_pass_at_k(rewards: ArrayLike, k: int) -> np.ndarray:
     """[prompts] float64: `pass_at_k` of each prompt."""
     table = _table(rewards, k)
     n = table.shape[1]
-    successes = (table >= threshold).sum(axis=1)
+    successes = (table >= _SUCCESS).sum(axis=1)
     return np.array([1.0 - math.comb(n - c, k) / math.comb(n, k) for c in range(n + 1)])[successes]
 
 

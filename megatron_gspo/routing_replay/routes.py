@@ -166,7 +166,8 @@ def as_routes(
         missing = (ids == MISSING).any((1, 2))
         ids = np.where(missing[:, None, None], 0, ids)
     if ids.size and ids.max() >= num_experts:
-        raise RouteError(_out_of_range(f"{where}: routes have", int(ids.max()), num_experts))
+        fault = unknown_expert(int(ids.max()), num_experts)
+        raise RouteError(f"{where}: routes have {fault}: give its own routes")
     return ids.astype(expert_id_dtype(num_experts), copy=False), missing
 
 
@@ -260,8 +261,8 @@ def _fault_in_model(sample: RoutedSample, shape: RouteShape) -> str:
         if missing is not None:
             wrong[missing] = False
         token, layer, rank = np.argwhere(wrong)[0]
-        start = f"token {token}, MoE layer {layer}: routed_experts has"
-        return _out_of_range(start, int(ids[token, layer, rank]), shape.num_experts)
+        fault = unknown_expert(int(ids[token, layer, rank]), shape.num_experts)
+        return f"token {token}, MoE layer {layer}: routed_experts has {fault}: give its own routes"
     repeated = _repeats(ids)
     if missing is not None:
         repeated[missing] = False
@@ -291,8 +292,6 @@ def _repeats(ids: np.ndarray) -> np.ndarray:
     return repeated.reshape(rows, layers)
 
 
-def _out_of_range(start: str, expert: int, num_experts: int) -> str:
-    return (
-        f"{start} the expert {expert}; the model has experts 0 to {num_experts - 1}: give its own"
-        " routes"
-    )
+def unknown_expert(expert: int, num_experts: int) -> str:
+    """What a message calls an expert that the model does not have."""
+    return f"the expert {expert}; the model has experts 0 to {num_experts - 1}"

@@ -86,8 +86,8 @@ def svg_style(salt: str) -> dict[str, Any]:
     }
 
 
-def draw_run(run_dir: str | Path, output: str | Path | None = None) -> Path:
-    """Draw run_dir/curves.png (or output), the panels that have data in run_dir/metrics.jsonl.
+def draw_run(run_dir: str | Path) -> Path:
+    """Draw run_dir/curves.png, the panels that have data in run_dir/metrics.jsonl.
 
     Raises ImportError without matplotlib and ValueError if there is nothing to draw.
     """
@@ -96,7 +96,7 @@ def draw_run(run_dir: str | Path, output: str | Path | None = None) -> Path:
     except ImportError:
         raise ImportError("drawing needs matplotlib: pip install 'megatron-gspo[plot]'") from None
     run_dir = Path(run_dir)
-    output = Path(output or run_dir / "curves.png")
+    output = run_dir / "curves.png"
     records = read_metrics(run_dir)
     panels = [panel for panel in PANELS if _has_data(panel, records)]
     if not panels:

@@ -78,7 +78,6 @@ class RunDirectory:
         self.rollouts = self.path / "rollouts.jsonl"
         self.timeline = self.path / "timeline.jsonl"
         self.summary = self.path / "summary.json"
-        self.picture = self.path / "curves.png"
         if not reuse and self.metrics.exists():
             raise FileExistsError(
                 f"run_dir = {self.path}: holds another run; "

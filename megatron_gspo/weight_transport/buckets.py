@@ -51,7 +51,6 @@ def buckets(
     named_tensors: Iterable[tuple[str, Tensor]],
     bucket_bytes: int,
     *,
-    dtype: torch.dtype | None = None,
     device: torch.device | None = None,
     allocate: Callable[[int, torch.device], Tensor] | None = None,
     in_flight: int = 1,
@@ -67,7 +66,6 @@ def buckets(
     size below 1.
 
     Args:
-        dtype: cast floating-point tensors to it; None leaves each as it is.
         allocate: (bytes, device of the stream's first tensor) -> uint8 tensor on the device that
             the bytes are wanted on; None: the stream's own device.
     """
@@ -79,11 +77,8 @@ def buckets(
         if name in seen:
             raise ValueError(f"{name} comes twice in the stream of weights")
         seen.add(name)
-        value = tensor.detach()
-        if dtype is not None and value.is_floating_point():
-            value = value.to(dtype)
-        yield from packer.add(name, value)
-        del tensor, value  # release the stream's tensor before the next one
+        yield from packer.add(name, tensor.detach())
+        del tensor  # release the stream's tensor before the next one
     yield from packer.flush()
 
 

@@ -48,7 +48,6 @@ class DistributedTransport(WeightTransport):
         endpoints: WeightEndpoints,
         *,
         address: str | None = None,
-        backend: str | None = None,
         checksums: bool = False,
     ) -> None:
         """address: this machine's, as the servers reach it; None: that of the route to the
@@ -56,7 +55,6 @@ class DistributedTransport(WeightTransport):
         """
         super().__init__(endpoints, checksums=checksums)
         self._address = address
-        self._backend = backend
         # The event loop's thread has GPU 0.
         self._gpu = torch.cuda.current_device() if torch.cuda.is_available() else 0
         self._run_id = uuid.uuid4().hex[:8]
@@ -120,7 +118,7 @@ class DistributedTransport(WeightTransport):
         return self._group is not None and members == self._members and unchanged
 
     def _new_group(self, infos: list[ServerInfo], timeout: float) -> UpdateGroup:
-        backend = self._backend or default_backend(infos[0].device)
+        backend = default_backend(infos[0].device)
         if backend == "nccl":
             self.device = torch.device("cuda", self._gpu)
         name = f"weights-{self._run_id}-{next(self._group_numbers)}"

@@ -59,11 +59,10 @@ class ReceiverTransport(DistributedTransport):
         endpoints: WeightEndpoints,
         *,
         address: str | None = None,
-        backend: str | None = None,
         changes_only: bool = False,
         checksums: bool = False,
     ) -> None:
-        super().__init__(endpoints, address=address, backend=backend, checksums=checksums)
+        super().__init__(endpoints, address=address, checksums=checksums)
         self._changes_only = changes_only
         self._transfer = ""
         self._number = 0

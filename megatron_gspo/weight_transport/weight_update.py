@@ -323,7 +323,6 @@ def make_transport(
     *,
     run_dir: str | Path | None = None,
     source: str | Path | None = None,
-    backend: str | None = None,
     address: str | None = None,
     quantization: JsonObject | None = None,
     adapters: AdapterFacts | None = None,
@@ -336,7 +335,6 @@ def make_transport(
         run_dir: see `weight_directory`. Servers must read the directory under the same path, and no
             other run may use it.
         source: the Hugging Face directory whose config and tokenizer are copied.
-        backend: "gloo" or "nccl"; None: by the server's device.
         address: this node's as the servers reach it; None: that of the route to them.
         quantization: the `quantization_config` of checkpoints of the weights.
         adapters: of adapters that are sent alone, "tensor" in requests and otherwise as a file.
@@ -361,11 +359,10 @@ def make_transport(
             return ReceiverTransport(
                 endpoints,
                 address=address,
-                backend=backend,
                 changes_only=config.weight_changes_only,
                 checksums=checksums,
             )
-        return DistributedTransport(endpoints, address=address, backend=backend)
+        return DistributedTransport(endpoints, address=address)
     if name == "ipc":
         return SharedMemoryTransport(endpoints)
     raise ValueError(f"{section}.weight_transport={name}: choose one of {', '.join(TRANSPORTS)}")

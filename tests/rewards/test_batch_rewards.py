@@ -100,4 +100,4 @@ def test_a_call_that_fails_leaves_all_responses_without_a_reward(own, function, 
     with RewardScorer(f"{own}:{function}", timeout=2.0) as scorer:
         scores = scorer.score_texts(requests("4", "5", "6"))
     assert scores.counts[status] == 3 and np.isnan(scores.rewards).all()
-    assert words in scores.first_messages[status]
+    assert all(words in message for message in scores.messages)

@@ -15,7 +15,7 @@ def test_rewards_keep_their_order_and_their_prompt(scorer):
     scores = scorer.score(samples, [make_prompt(1, answer="5"), make_prompt(0, answer="4")])
     assert scores.rewards.tolist() == [float(i % 3 == i % 2) for i in range(60)]
     assert scores.rewards.dtype == np.float32
-    assert set(scores.statuses) == {"ok"} and scores.first_messages == {}
+    assert set(scores.statuses) == {"ok"} and set(scores.messages) == {""}
     assert scores.counts == {"error": 0, "timeout": 0, "invalid": 0}
     assert all(np.isnan(sample.reward) for sample in samples)
 
@@ -61,7 +61,7 @@ def test_a_failure_is_counted_and_the_others_are_scored(scorer, text, status, me
     assert scores.statuses == ("ok", status, "ok", "ok")
     assert scores.rewards.tolist() == [1.0, -1.0, 1.0, 0.0]
     assert scores.counts == {"error": 0, "timeout": 0, "invalid": 0} | {status: 1}
-    assert scores.first_messages == {status: message}
+    assert scores.messages == ("", message, "", "")
 
 
 def test_in_this_process(verifier):

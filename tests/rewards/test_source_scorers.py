@@ -64,7 +64,6 @@ def test_each_response_gets_the_reward_of_its_source(file: str) -> None:
     assert scores.statuses == ("ok", "ok", "error", "ok", "ok")
     assert scores.messages[2] == "ValueError: no such thing in also_long"
     assert scores.counts == {"error": 1, "timeout": 0, "invalid": 0}
-    assert scores.first_messages == {"error": scores.messages[2]}
     assert len(scorers.score_texts([]).rewards) == 0
     scorers.close()
 

@@ -169,5 +169,5 @@ def test_replacements_that_cannot_start_make_errors(tmp_path):
         path.unlink()
         scores = run(scorer, ["4", "die", "4", "5"])
         assert scores.statuses == ("ok", "error", "error", "error")
-        assert "exit code 7" in scores.first_messages["error"]
-        assert "no such file" in run(scorer, ["4"]).first_messages["error"]
+        assert "exit code 7" in scores.messages[1]
+        assert "no such file" in run(scorer, ["4"]).messages[0]

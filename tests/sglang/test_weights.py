@@ -34,13 +34,12 @@ BUCKET = 8000  # bytes: embedding and head have 12 KiB each
 TOLERANCE = 2e-5  # of log-probs
 
 
-def transport_of(name: str, folder: Path | None = None, **given: str) -> WeightTransport:
+def transport_of(name: str, folder: Path | None = None) -> WeightTransport:
     """receiver: what `distributed` is for servers that a run starts."""
     if name == "receiver":
-        config = SGLangConfig(num_servers=1)
-        return make_transport(config, SGLangAPI(), **given)
+        return make_transport(SGLangConfig(num_servers=1), SGLangAPI())
     config = SGLangConfig(weight_transport=name, weight_dir=str(folder) if folder else None)  # type: ignore[arg-type]
-    return make_transport(config, SGLangAPI(), **given)
+    return make_transport(config, SGLangAPI())
 
 
 class Weights:

@@ -54,7 +54,7 @@ class Difference:
         return self.p_holm is not None and self.p_holm < 1 - CONFIDENCE
 
 
-def interval(values: Sequence[float], confidence: float = CONFIDENCE) -> Interval:
+def interval(values: Sequence[float]) -> Interval:
     """Mean and t-interval of independent values. Raises ValueError without values."""
     if not len(values):
         raise ValueError("no values: an interval needs at least one")
@@ -63,7 +63,7 @@ def interval(values: Sequence[float], confidence: float = CONFIDENCE) -> Interva
     count = len(array)
     if count < 2:
         return Interval(mean, None, None, count)
-    low, high = (float(edge) for edge in _t_test(array).confidence_interval(confidence))
+    low, high = (float(edge) for edge in _t_test(array).confidence_interval(CONFIDENCE))
     return Interval(mean, low, high, count)
 
 
@@ -83,7 +83,7 @@ def interval_text(
     return f"{text} [{scale * values.low:{spec}}, {scale * values.high:{spec}}]"
 
 
-def bootstrap_interval(values: ArrayLike, confidence: float = CONFIDENCE) -> Interval:
+def bootstrap_interval(values: ArrayLike) -> Interval:
     """Mean of independent values and its percentile bootstrap interval (Efron & Tibshirani 1993,
     chapter 13), from 10,000 resamples of a fixed seed. Raises ValueError without values."""
     from scipy import stats  # of the extra "plot"
@@ -101,7 +101,7 @@ def bootstrap_interval(values: ArrayLike, confidence: float = CONFIDENCE) -> Int
         method="percentile",
         n_resamples=_RESAMPLES,
         rng=0,
-        confidence_level=confidence,
+        confidence_level=CONFIDENCE,
         batch=max(_RESAMPLED_AT_ONCE // count, 1),
     )
     low, high = result.confidence_interval

@@ -70,15 +70,13 @@ def error(check: str, what: str, why: str, fix: str) -> Finding:
     return Finding("error", check, what, why, fix)
 
 
-def examine(
-    check: str, action: Callable[[], Iterable[Finding]], *, why: str = "the run would stop there"
-) -> list[Finding]:
+def examine(check: str, action: Callable[[], Iterable[Finding]]) -> list[Finding]:
     """The findings of a check. A ``UserError`` that it raises is an error finding; so is any other
     exception, as a crashed check: the doctor never ends in a traceback."""
     try:
         return list(action())
     except UserError as failure:
-        return [failed(check, failure, why)]
+        return [failed(check, failure, "the run would stop there")]
     except (Exception, SystemExit) as failure:
         package = (getattr(failure, "name", None) or "").partition(".")[0]
         if isinstance(failure, ModuleNotFoundError) and package not in ("", "megatron_gspo"):

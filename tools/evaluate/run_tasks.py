@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 from rich.console import Console
@@ -20,10 +20,9 @@ from megatron_gspo.data.sample import Prompt, Sample
 from megatron_gspo.errors import printable
 from megatron_gspo.loop.evaluation import evaluation_sampling, evaluation_seed
 from megatron_gspo.loop.inputs import load_data, load_tokenizer
-from megatron_gspo.loop.reward_scoring import score_episodes
+from megatron_gspo.loop.reward_scoring import failed_on_all, score_episodes
 from megatron_gspo.rewards.sandbox.visible_files import refuse_visible_files, refuse_visible_run
 from megatron_gspo.rewards.scorer import FAILURE, RewardScorer, scorer_of
-from megatron_gspo.rewards.verifiers import VerifierError
 from megatron_gspo.tools.evaluate.response_engines import ResponseEngine, open_engine
 from megatron_gspo.tools.evaluate.response_file import ResponseFile
 from megatron_gspo.tools.evaluate.targets import Target, hugging_face_folder
@@ -203,12 +202,9 @@ def answer_task(
         total = reward_table(list(kept.records.values())).sum()
         for groups in engine.groups(task.prompts, set(kept.records), sampling, seed=seed):
             scored = scoring.score([sample for group in groups for sample in group])
-            failures = [sample.metadata.get(FAILURE) for sample in scored]
+            failures = [sample.metadata.get(FAILURE, "") for sample in scored]
             if not kept.records and all(failures):
-                raise VerifierError(
-                    f"{scoring.name} failed on all {len(scored)} responses of a batch (the first:"
-                    f" {failures[0]}); fix it"
-                )
+                raise failed_on_all(scoring.name, len(scored), failures[0])
             kept.write([scored[i : i + n] for i in range(0, len(scored), n)])
             total += reward_table([kept.records[group[0].prompt_index] for group in groups]).sum()
             accuracy = total / (len(kept.records) * n)
@@ -231,8 +227,7 @@ def _scoring(config: Config, task: Task) -> Iterator[Scoring]:
     """Who scores the samples of a task."""
     data = task.data
     if config.samples_are_runs:
-        name = "the agent" if config.agents.is_on else f"environment {config.rollout.environment!r}"
-        yield _PlayedScores(name, data.verifier_failure_reward)
+        yield _PlayedScores(config.player, data.verifier_failure_reward)
         return
     scorer = scorer_of(data)
     with scorer:
@@ -267,14 +262,12 @@ class _VerifierScores:
         scores = self._scorer.score_texts(requests)
         return [
             _scored(*each)
-            for each in zip(
-                samples, scores.rewards.tolist(), scores.statuses, scores.messages, strict=True
-            )
+            for each in zip(samples, scores.rewards.tolist(), scores.failures, strict=True)
         ]
 
 
-def _scored(sample: Sample, reward: float, status: str, message: str) -> Sample:
-    failed: dict[str, Any] = {} if status == "ok" else {FAILURE: f"{status}: {message}"}
+def _scored(sample: Sample, reward: float, failure: str) -> Sample:
+    failed = {FAILURE: failure} if failure else {}
     return replace(sample, reward=reward, metadata=sample.metadata | failed)
 
 

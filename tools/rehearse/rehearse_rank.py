@@ -24,13 +24,14 @@ from megatron_gspo.data.training_batch import TrainingBatch
 from megatron_gspo.errors import show_bytes
 from megatron_gspo.loop.critic import with_values
 from megatron_gspo.loop.log_probs import with_log_probs
+from megatron_gspo.loop.policies import build_policies
 from megatron_gspo.loop.routing import RoutingReplay
 from megatron_gspo.loop.step_plan import StepPlan
 from megatron_gspo.loop.timers import Timers
 from megatron_gspo.mcore.checkpoint.owned_state import make_state
 from megatron_gspo.mcore.megatron_options import MegatronOptions
 from megatron_gspo.mcore.micro_batches import packing_rules
-from megatron_gspo.mcore.policy import Policy, TrainedParts, build_policy, check_megatron_options
+from megatron_gspo.mcore.policy import Policy, check_megatron_options
 from megatron_gspo.mcore.policy_tensors import gradients, optimizer_states, weights
 from megatron_gspo.mcore.process_groups import ProcessGroups, every_group, initialize, shutdown
 from megatron_gspo.mcore.train_step import StepResult, train_mini_batch
@@ -123,36 +124,10 @@ def _megatron_options(config: Config) -> MegatronOptions:
 def _build(run: _Run, options: MegatronOptions) -> tuple[Policy, Policy | None]:
     config = run.config
     memory = run.recorder.memory
-    model = replace(config.model, init="random")
-    reference = None
+    random = replace(config, model=replace(config.model, init="random"))  # loads no weights
     with run.phase("build", "buffers"):
         groups = initialize(config.parallel, seed=config.seed)
-        policy = build_policy(
-            model,
-            config.parallel,
-            groups,
-            optimizer=config.optimizer,
-            total_steps=config.optimizer_steps,
-            options=options,
-            parts=TrainedParts(lora=config.trained_lora, seed=config.seed),
-        )
-        if config.algorithm.needs_reference and policy.trained_lora is not None:
-            reference = policy.base()
-        elif config.algorithm.needs_reference:
-            reference = build_policy(
-                model, config.parallel, groups, optimizer=None, options=options
-            )
-        if config.algorithm.needs_critic:
-            of_critic = replace(model, path=config.critic_path)
-            policy.critic = build_policy(
-                of_critic,
-                config.parallel,
-                groups,
-                optimizer=config.critic,
-                parts=TrainedParts(value_head=True),
-                total_steps=config.optimizer_steps,
-                options=options,
-            )
+        policy, reference = build_policies(random, groups, options)
         for trained in policy.trained.values():
             make_state(trained)  # so that the rehearsed step is like any later one
     sizes: dict[str, int] = {}

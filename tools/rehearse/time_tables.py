@@ -88,14 +88,14 @@ def site_of(op: OpTotal) -> str:
     return f"{op.op_class}, {direction}, {op.where or 'autograd'}"
 
 
-def expensive_rows(record: RankRecord, gpu: Gpu, most: int = MOST_EXPENSIVE) -> Rows:
+def expensive_rows(record: RankRecord, gpu: Gpu) -> Rows:
     """The operations of the step that take the most time."""
     rates = rates_of(gpu)
     ops = [op for op in record.ops if op.phase in STEP_PHASES]
     ops.sort(key=lambda op: -rates.seconds(op))
     total = sum(rates.seconds(op) for op in ops)
     rows = [["operation", "of", "phase", "launches", "ms", "rate", "share", "at"]]
-    for op in ops[:most]:
+    for op in ops[:MOST_EXPENSIVE]:
         time = time_of(op, rates)
         direction = "backward" if op.is_backward else "forward"
         phase = f"{op.phase}, {direction}" if op.phase == "forward_backward" else op.phase

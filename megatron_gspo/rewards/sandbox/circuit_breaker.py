@@ -3,21 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 
 
 class CircuitBreaker:
-    """Open after `threshold` failures in a row; after `seconds` one call may try again.
+    """Open after `threshold` failures in a row; after `seconds` one call may try again."""
 
-    clock: monotonic seconds.
-    """
-
-    def __init__(
-        self, threshold: int, seconds: float, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, threshold: int, seconds: float) -> None:
         self._threshold = threshold
         self._seconds = seconds
-        self._clock = clock
         self._failures = 0
         self._opened = 0.0
 
@@ -28,9 +21,9 @@ class CircuitBreaker:
         """
         if self._failures < self._threshold:
             return True
-        if self._clock() - self._opened < self._seconds:
+        if time.monotonic() - self._opened < self._seconds:
             return False
-        self._opened = self._clock()
+        self._opened = time.monotonic()
         return True
 
     def record(self, succeeded: bool) -> None:
@@ -40,4 +33,4 @@ class CircuitBreaker:
             return
         self._failures += 1
         if self._failures >= self._threshold:
-            self._opened = self._clock()
+            self._opened = time.monotonic()

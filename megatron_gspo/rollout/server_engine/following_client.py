@@ -106,7 +106,7 @@ class FollowingClient(ResponseGenerator):
 
     def take_report(self) -> ClientReport:
         """What it has found since the last report."""
-        servers = sorted(self.pool.servers, key=lambda server: server.url)
+        servers = self.pool.by_url
         reports = [
             ServerReport(
                 busy=bool(server.tasks),

@@ -155,7 +155,7 @@ class RolloutClient(ResponseGenerator):
         async def read() -> np.ndarray:
             asked = time.monotonic()
             await self.hear()
-            servers = sorted(self.pool.servers, key=lambda server: server.url)
+            servers = self.pool.by_url
             busy = [bool(server.tasks) or server.busy_elsewhere_at >= asked for server in servers]
             stale = [server.found_stale for server in servers]
             for server in servers:
@@ -170,7 +170,7 @@ class RolloutClient(ResponseGenerator):
 
         async def mark() -> None:
             busy, stale = reports.tolist()
-            for i, server in enumerate(sorted(self.pool.servers, key=lambda server: server.url)):
+            for i, server in enumerate(self.pool.by_url):
                 if busy[i]:
                     server.busy_elsewhere_at = time.monotonic()
                 if stale[i]:
@@ -396,8 +396,8 @@ class RolloutClient(ResponseGenerator):
     async def _take_report(self, report: ClientReport) -> None:
         """Treat what a client elsewhere has found as if this one had."""
         now = time.monotonic()
-        servers = sorted(self.pool.servers, key=lambda server: server.url)
-        for i, (server, found) in enumerate(zip(servers, report.servers, strict=True)):
+        reports = zip(self.pool.by_url, report.servers, strict=True)
+        for i, (server, found) in enumerate(reports):
             self._busy_elsewhere[i] += found.busy_seconds
             server.last_response = max(server.last_response, found.last_response)
             if found.busy:

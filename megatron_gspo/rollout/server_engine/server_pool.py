@@ -167,6 +167,13 @@ class ServerPool:
         self._changed = asyncio.Condition()
 
     @property
+    def by_url(self) -> list[PooledServer]:
+        """The servers by URL ascending, the order of all reports: it is the same for every client,
+        that of `servers` is not.
+        """
+        return sorted(self.servers, key=lambda server: server.url)
+
+    @property
     def serving(self) -> list[PooledServer]:
         """Servers that may get requests."""
         return [
@@ -228,7 +235,7 @@ class ServerPool:
         the last call."""
         now = time.monotonic()
         taken = []
-        for server in sorted(self.servers, key=lambda server: server.url):
+        for server in self.by_url:
             current = now - server.busy_since if server.num_requests else 0.0
             taken.append(server.busy_seconds + current)
             server.busy_seconds = 0.0

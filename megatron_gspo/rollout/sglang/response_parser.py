@@ -33,7 +33,7 @@ from megatron_gspo.rollout.server_engine.server_api import (
     ResponseError,
     ResponsePart,
 )
-from megatron_gspo.routing_replay.routes import expert_id_dtype
+from megatron_gspo.routing_replay.routes import expert_id_dtype, unknown_expert
 
 # Of one output token in a response: id, log-prob and its text, up to 128 characters in a vocabulary.
 _TOKEN_BYTES = 512
@@ -289,7 +289,7 @@ def _routes(raw: msgspec.Raw, count: int, context: RequestContext) -> np.ndarray
         size = _base64_ids(text, context).size
         wanted = f"{rows} rows x {num_layers} layers x {k}"
         raise ResponseError(f"{context.name}: routed_experts holds {size} ids, not {wanted}")
-    moe = [layer for layer, is_moe in enumerate(shape.moe_layers) if is_moe]
+    moe = np.flatnonzero(shape.moe_layers)
     routes = np.empty((rows, len(moe), k), dtype=expert_id_dtype(shape.num_experts))
     # Three rows are a whole number of base64's 3 bytes.
     step = 3 * max(_PIECE_IDS // (3 * num_layers * k), 1)
@@ -311,8 +311,7 @@ def _in_range(ids: np.ndarray, context: RequestContext) -> np.ndarray:
         signed = ids.view(np.int32)
         wrong = signed.min() if signed.min() < 0 else signed.max()
         raise ResponseError(
-            f"{context.name}: routed_experts has expert {wrong}; the model has 0 to"
-            f" {num_experts - 1}"
+            f"{context.name}: routed_experts has {unknown_expert(wrong, num_experts)}"
         )
     return ids
 

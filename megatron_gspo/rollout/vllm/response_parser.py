@@ -33,7 +33,7 @@ from megatron_gspo.rollout.server_engine.server_api import (
     ResponseError,
     ResponsePart,
 )
-from megatron_gspo.routing_replay.routes import MISSING, expert_id_dtype
+from megatron_gspo.routing_replay.routes import MISSING, expert_id_dtype, unknown_expert
 
 _TOKEN_BYTES = 512  # of one output token in a response: its id, and twice its log-prob and rank
 _FIXED_BYTES = 64 * 1024
@@ -289,7 +289,7 @@ def _routes(response: GenerateResponse, count: int, context: RequestContext) -> 
         )
         raise ResponseError(f"{context.name}: no routed_experts came back; {hint}")
     arrays = [_npy(text, context) for text in files]
-    moe = [layer for layer, is_moe in enumerate(shape.moe_layers) if is_moe]
+    moe = np.flatnonzero(shape.moe_layers)
     rows = context.context_length + count - 1 - context.routes_start
     wanted = (len(moe), shape.experts_per_token)
     for i, array in enumerate(arrays):
@@ -332,7 +332,6 @@ def _in_range(ids: np.ndarray, context: RequestContext) -> np.ndarray:
     if smallest < MISSING or largest >= num_experts:
         wrong = smallest if smallest < MISSING else largest
         raise ResponseError(
-            f"{context.name}: routed_experts has expert {wrong}; the model has 0 to"
-            f" {num_experts - 1}"
+            f"{context.name}: routed_experts has {unknown_expert(wrong, num_experts)}"
         )
     return ids if smallest < 0 else ids.astype(expert_id_dtype(num_experts), copy=False)

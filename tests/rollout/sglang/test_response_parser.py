@@ -200,11 +200,11 @@ WRONG = {
     ),
     "expert too high": (
         set_meta(routed_experts=encoded(route_ids(7) + 1)),
-        "has expert 8; the model has 0 to 7",
+        "has the expert 8; the model has experts 0 to 7",
     ),
     "expert negative": (
         set_meta(routed_experts=encoded(route_ids(7) - 1)),
-        "has expert -1; the model has 0 to 7",
+        "has the expert -1; the model has experts 0 to 7",
     ),
 }
 
@@ -444,7 +444,7 @@ def test_routes_that_are_decoded_in_pieces(monkeypatch, rows, layers, k):
     )
     ids[-1, -1, -1] = 90
     reply["meta_info"]["routed_experts"] = encoded(ids)
-    assert "has expert 90; the model has 0 to 89" in refusal(
+    assert "has the expert 90; the model has experts 0 to 89" in refusal(
         reply, context_length=rows, model=model
     )
 

@@ -151,9 +151,9 @@ WRONG_ROUTES = {
     "another k": (npy(ROUTES[:, :, :1]), "not rows x 2 layers x 2"),
     "an expert that is not there": (
         npy(ROUTES + 1),
-        "routed_experts has expert 8; the model has 0 to 7",
+        "routed_experts has the expert 8; the model has experts 0 to 7",
     ),
-    "below -1": (npy(ROUTES - 2), "routed_experts has expert -2"),
+    "below -1": (npy(ROUTES - 2), "routed_experts has the expert -2"),
     "floats": (npy(ROUTES.astype(float)), "has no integers"),
     "objects": (npy(ROUTES.astype(object)), "is not a .npy file in base64"),
     "no file": ("AAAA", "is not a .npy file in base64"),
