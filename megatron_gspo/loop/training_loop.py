@@ -288,12 +288,9 @@ def _rollout_metrics(run: Components, batch: TrainingBatch, step: int) -> dict[s
 
 def _start_lines(run: Components) -> list[str]:
     data = run.config.data
-    environment = run.config.rollout.environment
     verifier = ", ".join(data.verifiers)
-    if environment is not None:
-        verifier = f"environment {environment}"
-    elif run.config.agents.is_on:
-        verifier = data.verifier or "the agent"
+    if run.config.samples_are_runs:
+        verifier = data.verifier or run.config.player
     lines = start_lines(
         run.config,
         prompts=len(run.prompts.prompts),

@@ -27,7 +27,7 @@ import psutil
 from megatron_gspo.config import TrackingConfig
 from megatron_gspo.config.load import flat
 from megatron_gspo.errors import MissingPackageError, first_line
-from megatron_gspo.launch_environment import without_launch_variables
+from megatron_gspo.launch_environment import own_import_path, without_launch_variables
 from megatron_gspo.terminal import get_logger
 
 logger = get_logger(__name__)
@@ -90,10 +90,7 @@ class RemoteTracker:
             [sys.executable, "-m", "megatron_gspo.tracking.tracker_process"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env={
-                **without_launch_variables(os.environ),
-                "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-            },
+            env={**without_launch_variables(os.environ), **own_import_path()},
             start_new_session=True,  # killed with its children; not interrupted by Ctrl-C
         )
         self._ask(self._settings)
