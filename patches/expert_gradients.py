@@ -64,7 +64,8 @@ def mark_experts(model: Any, config: Any) -> int:
         if config.add_bias_linear and hasattr(module, "local_experts"):
             changed += _mark_biases(module)
     for name, parameter in model.named_parameters():
-        if ".experts." not in name or not own_groups:
+        # Adapters have marks of their own.
+        if not own_groups or ".experts." not in name or ".lora." in name:
             continue
         whole = config.expert_tensor_parallel_size == 1 and not getattr(
             parameter, "tensor_model_parallel", False

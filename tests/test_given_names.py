@@ -86,6 +86,7 @@ def test_moving_aside_never_overwrites(tmp_path, capsys):
         move_aside(tmp_path / "step_000003")
         assert os.readlink(tmp_path / name) == str(tmp_path / f"target{number}")
         said = (
-            f"{tmp_path}/step_000003 was there and is not this run's: it is now {tmp_path}/{name}\n"
+            f"warning: {tmp_path}/step_000003 was there and is not this run's: it is now"
+            f" {tmp_path}/{name}\n"
         )
         assert capsys.readouterr().err == said

@@ -79,7 +79,8 @@ def test_a_verifier_that_hangs_in_this_process_is_named(tmp_path, monkeypatch, c
         assert run(scorer, ["4"]).rewards.tolist() == [1.0]
     line = capsys.readouterr().err.splitlines()[0]
     assert (
-        line == f"verifier '{path}:score': a response to prompt 0 takes 0 s so far, without a time"
+        line
+        == f"warning: verifier '{path}:score': a response to prompt 0 takes 0 s so far, without a time"
         " limit; 0 of 1 are done"
     )
 

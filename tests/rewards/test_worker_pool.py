@@ -55,7 +55,7 @@ def test_a_verifier_that_hangs_is_named_with_its_prompt_and_the_seconds_left(ver
     lines = [line for line in capfd.readouterr().err.splitlines() if "so far" in line]
     assert len(lines) == 1
     assert re.fullmatch(
-        r"verifier '.*judge.py:judge': a response to prompt 0 takes \d s so far and is ended in"
+        r"warning: verifier '.*judge.py:judge': a response to prompt 0 takes \d s so far and is ended in"
         r" \d s; "
         r"1 of 2 are done",
         lines[0],

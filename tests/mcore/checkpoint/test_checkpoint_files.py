@@ -158,7 +158,7 @@ def test_what_stands_where_a_checkpoint_goes_is_kept(tmp_path, capsys, occupant)
     assert sorted(entry.name for entry in folder.iterdir()) == ["step_000003", "step_000003.kept"]
     assert (
         capsys.readouterr().err
-        == f"{path} was there and is not this run's: it is now {path}.kept\n"
+        == f"warning: {path} was there and is not this run's: it is now {path}.kept\n"
     )
     remove_leftovers(folder)
     assert sorted(entry.name for entry in folder.iterdir()) == ["step_000003", "step_000003.kept"]
