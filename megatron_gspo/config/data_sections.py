@@ -136,8 +136,10 @@ class DataConfig:
         self, verifier: str, options: dict[str, Any], timeout: float | None
     ) -> DataConfig:
         """A copy of this section with one verifier for all sources."""
-        own: dict[str, Any] = dict(verifier=None, verifier_options=None, verifier_timeout=None)
-        sources = tuple(replace(source, **own) for source in self.sources)
+        sources = tuple(
+            replace(source, verifier=None, verifier_options=None, verifier_timeout=None)
+            for source in self.sources
+        )
         return replace(
             self,
             sources=sources,

@@ -114,10 +114,11 @@ def check_evaluation(
     """
     samples = evaluation.n_samples
     for key in ("eval_interval", "verifier"):
-        if getattr(evaluation, key) and not has_eval_prompts:
+        value = getattr(evaluation, key)
+        if value and not has_eval_prompts:
             problem = "there are no held-out prompts"
             fix = "set data.eval_prompts or data.task.eval_size"
-            raise ConfigError(f"evaluation.{key}", getattr(evaluation, key), problem, fix)
+            raise ConfigError(f"evaluation.{key}", value, problem, fix)
     if evaluation.verifier is not None and samples_are_runs:
         problem = "has no effect with agents or an environment, which give the rewards"
         raise ConfigError("evaluation.verifier", evaluation.verifier, problem, "remove it")

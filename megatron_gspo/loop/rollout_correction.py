@@ -206,30 +206,38 @@ def _kept(algorithm: AlgorithmConfig, tokens: _Tokens) -> Tensor:
 def _weight(
     algorithm: AlgorithmConfig, batch: TrainingBatch, tokens: _Tokens
 ) -> tuple[TrainingBatch, dict[str, float]]:
-    """Multiply the advantages by the importance weights. The metrics are over what has a weight of
-    its own: trained tokens, or sequences with a trained token."""
+    """Multiply the advantages by the importance weights. The metrics count each weight once: that of
+    a trained token, or of a sequence with a trained token."""
     lower = algorithm.rollout_is_threshold_lower
     threshold = algorithm.rollout_is_threshold
     by_token = algorithm.rollout_is == "token"
-    both = (tokens.log_probs, tokens.rollout)
     if by_token:
-        weights = token_importance_weights(*both, tokens.mask, threshold=threshold, lower=lower)
-        own = weights[tokens.mask]
+        weights = token_importance_weights(
+            tokens.log_probs, tokens.rollout, tokens.mask, threshold=threshold, lower=lower
+        )
+        counted_weights = weights[tokens.mask]
     else:
         weights = sequence_importance_weights(
-            *both, tokens.segments, threshold=threshold, lower=lower
+            tokens.log_probs, tokens.rollout, tokens.segments, threshold=threshold, lower=lower
         )
-        # The weights of a sequence's tokens are equal, so any of them is its own.
-        ids = tokens.segments.segment_ids
-        of_sequences = torch.zeros(len(batch.responses)).index_copy(0, ids, weights)
-        own = of_sequences[ids[tokens.mask].unique()]
+        # The tokens of a sequence have equal weights, so any of them is that of the sequence.
+        segment_ids = tokens.segments.segment_ids
+        sequence_weights = torch.zeros(len(batch.responses)).index_copy(0, segment_ids, weights)
+        counted_weights = sequence_weights[segment_ids[tokens.mask].unique()]
     weighted = _with_weights(batch, weights.numpy(), by_token=by_token)
-    truncated = own >= threshold
-    own = own.double()
+    truncated = counted_weights >= threshold
+    counted_weights = counted_weights.double()
     count, total, squares, num_truncated = batch.sum(
-        len(own), float(own.sum()), float(own.square().sum()), float(truncated.sum())
+        len(counted_weights),
+        float(counted_weights.sum()),
+        float(counted_weights.square().sum()),
+        float(truncated.sum()),
     )
-    smallest, largest = (float(own.min()), float(own.max())) if len(own) else (np.inf, -np.inf)
+    smallest = np.inf
+    largest = -np.inf
+    if len(counted_weights):
+        smallest = float(counted_weights.min())
+        largest = float(counted_weights.max())
     negated_smallest, largest = batch.max(-smallest, largest)
     if not count:
         return weighted, {}
